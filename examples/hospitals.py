@@ -1,4 +1,4 @@
-"""Three hospitals' data out of scikit-learn's digits: hospitals/{a,b,c}.npz, and the public hospitals/public.npz.
+"""Three hospitals' data out of the digits: hospitals/{a,b,c}.npz, and the public hospitals/public.npz.
 
     python examples/hospitals.py [FOLDER] [NAMES]
 

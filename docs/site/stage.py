@@ -86,7 +86,7 @@ def turn_links(source: Path, text: str) -> tuple[str, list[Path], list[str]]:
 
 def hide_notes(text: str) -> str:
     """The text without the comments that are for tests and programs, which would part a list from its items."""
-    return re.sub(r"^<!-- (not run|needs|file|page): [^\n]* -->\n", "", text, flags=re.MULTILINE)
+    return re.sub(r"^<!-- (not run|needs|file|exit|page): [^\n]* -->\n", "", text, flags=re.MULTILINE)
 
 
 def write_reference(folder: Path) -> None:

@@ -15,6 +15,10 @@ unless `--debug` asks for it.
 
 from __future__ import annotations
 
+import re
+
+LONG_WORD = re.compile(r"\S{300,}")
+"""A word that nobody reads to its end: a number of thousands of digits, a name that is a file's content."""
 MAX_CHARACTERS = 1500
 """Characters of the longest message that is shown whole: one that quotes a damaged file may be as long as the file."""
 
@@ -27,7 +31,7 @@ class FulcrumError(Exception):
     """Base of all errors that Fulcrum raises on purpose."""
 
     def __str__(self) -> str:
-        words = super().__str__()
+        words = LONG_WORD.sub(lambda word: f"{word[0][:80]}[...]{word[0][-20:]}", super().__str__())
         return words if len(words) <= MAX_CHARACTERS else f"{words[:1000]} [...] {words[-300:]}"
 
 

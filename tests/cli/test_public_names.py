@@ -200,12 +200,12 @@ COMMANDS = {
     "theory predict": SETTINGS | {"--json", "--debug"},
     "study paper": STUDY,
     "study robustness": STUDY,
-    "study kept": STUDY,
     "study no-tuning": STUDY,
     "study protocol": STUDY,
     "study parties": STUDY,
     "study open": STUDY,
     "study pairwise": STUDY,
+    "study kept": STUDY,
     "study zero-trials": STUDY,
     "demo": {"--out", "--json", "--quiet", "-q", "--debug"},
 }

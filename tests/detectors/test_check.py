@@ -143,6 +143,35 @@ def test_an_opacus_like_script_is_stepped() -> None:
     assert result.ok, result.mistakes
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("sampled", "mistake"), [(True, None), (False, mistakes.SHUFFLING)])
+def test_opacus_itself(sampled: bool, mistake: str | None) -> None:
+    opacus = pytest.importorskip("opacus", reason="Opacus is not installed")
+    torch = pytest.importorskip("torch")
+
+    def make(data: Any, seed: int) -> Any:
+        torch.manual_seed(seed)
+        x, y = torch.tensor(data[0]), torch.tensor(data[1])
+        model = torch.nn.Linear(x.shape[1], 2, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        loader = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(x, y), batch_size=max(1, len(x) // 4), shuffle=True
+        )
+        return opacus.PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            poisson_sampling=sampled,
+        )
+
+    result = fulcrum.check(make, CLAIMS, replays=200)
+    assert result.kind == "opacus"
+    assert [each.what for each in result.mistakes] == ([] if mistake is None else [mistake])
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 

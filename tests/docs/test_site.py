@@ -70,7 +70,7 @@ def test_every_page_is_in_the_navigation(pages: Path) -> None:
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = set(re.findall(r": ([\w/.-]+\.md)$", nav, re.MULTILINE))
     assert {page.name for page in pages.glob("*.md")} <= named, "add it to nav in mkdocs.yml"
-    assert {name for name in named if not (pages / name).is_file()} <= {"check.md"}, "a slot for a page that comes"
+    assert not [name for name in named if not (pages / name).is_file()]
     assert set(hooks.FOLDERS) <= named
     expanded = hooks.list_files([hooks.expand({"Proofs": "privacy/README.md"}, pages)])
     assert "privacy/ledger.md" in expanded

@@ -79,7 +79,7 @@ def test_other_convolutions_take_patches() -> None:
 
 
 def test_gradients_of_large_weights_are_not_kept_where_products_of_positions_are_cheaper() -> None:
-    """Layers of 128 tokens are written out, also 256 x 1024; 192 x 768 with 64 tokens is not; few positions never are."""
+    """With 128 tokens 256 x 1024 is written out; with 64, 192 x 768 is not; few positions never are."""
     like = torch.zeros(1)
     assert WeightGradCost.of(like, 1, 128, 256, 256).should_materialise
     assert WeightGradCost.of(like, 1, 128, 256, 1024).should_materialise

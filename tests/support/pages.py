@@ -5,6 +5,7 @@ A comment on the line before a fenced block says what is special about it; reade
     <!-- not run: needs a GPU -->      the reason is for people; names of commands and options are checked all the same
     <!-- needs: PIL tokenizers -->     skipped where a package is missing
     <!-- file: mine.py -->             written to that file in place of run
+    <!-- exit: 3 -->                   a console block whose commands end with that code
     <!-- page: slow -->                anywhere on a page: the page runs in `make test-slow`
 
 `sh` blocks hold commands, `console` blocks commands after "$ " with what they print, `python` blocks programs that
@@ -33,20 +34,24 @@ from fulcrum.cli import app, main
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"((?:^<!-- [^\n]* -->\n)*)^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NOTE = re.compile(r"^<!-- (not run|needs|file): (.*) -->$", re.MULTILINE)
+NOTE = re.compile(r"^<!-- (not run|needs|file|exit): (.*) -->$", re.MULTILINE)
 RUN = ("sh", "python", "console")
 LANGUAGES = (*RUN, "toml", "json", "text", "yaml")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page. needs: packages; file: where it is written; reason: why it is not run."""
+    """A fenced block of a page. needs: packages; file: where it is written; reason: why it is not run.
+
+    exit: the exit code of its commands; 0, and 2 where an error is shown, if nothing is said.
+    """
 
     language: str
     text: str
     needs: tuple[str, ...]
     file: str
     reason: str
+    exit: int | None = None
 
 
 def list_pages() -> list[Path]:
@@ -65,10 +70,11 @@ def is_slow(text: str) -> bool:
 def read_blocks(text: str) -> list[Block]:
     """The blocks of a page, with what the comments before them say."""
     found = []
-    for comments, language, code in FENCE.findall(text):
+    for comments, language, text_of_block in FENCE.findall(text):
         notes = dict(NOTE.findall(comments))
         needs = tuple(notes.get("needs", "").split())
-        found.append(Block(language, code, needs, notes.get("file", ""), notes.get("not run", "")))
+        code = int(notes["exit"]) if "exit" in notes else None
+        found.append(Block(language, text_of_block, needs, notes.get("file", ""), notes.get("not run", ""), code))
     return found
 
 
@@ -100,7 +106,7 @@ def run_block(block: Block, names: dict[str, Any]) -> None:
     elif block.language == "python":
         run_program(block.text, names)
     elif block.language == "console":
-        run_console(block.text)
+        run_console(block.text, block.exit)
     elif block.language == "sh":
         for command in cut_commands(block.text):
             run_command(command)
@@ -128,7 +134,7 @@ def run_command(command: str) -> None:
     assert done.returncode == 0, f"{command}\n{done.stderr}"
 
 
-def run_console(text: str) -> None:
+def run_console(text: str, exit_code: int | None = None) -> None:
     """Commands after "$ ", each with what it prints: every line shown must be there, "..." stands for anything."""
     for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
         command, _, shown = part.partition("\n")
@@ -137,7 +143,8 @@ def run_console(text: str) -> None:
             warnings.simplefilter("ignore")
             code = main(split_words(command))
         printed = out.getvalue() + err.getvalue()
-        assert code == (2 if shown.startswith("error:") else 0), f"{command}\n{printed}"
+        wanted = exit_code if exit_code is not None else 2 if shown.startswith("error:") else 0
+        assert code == wanted, f"{command}\n{printed}"
         for line in filter(str.strip, shown.splitlines()):
             pattern = ".*".join(re.escape(piece) for piece in line.split("..."))
             assert re.search(pattern, printed), f"{command} does not print: {line}\nbut: {printed}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 import typer
@@ -34,7 +35,7 @@ def account(
     """
     if [sigma, epsilon, steps].count(None) != 1:
         raise ConfigError("give exactly two of --sigma, --epsilon and --steps; the third is the answer.")
-    check_account_options(q, sigma, epsilon, steps)
+    check_account_options(q, sigma, epsilon, steps, colluders)
     from fulcrum.privacy import accounting
     from fulcrum.privacy.statement.meaning import wrap_meaning
 
@@ -107,13 +108,26 @@ def list_collusion_costs(
     return found
 
 
-def check_account_options(q: float, sigma: float | None, epsilon: float | None, steps: int | None) -> None:
+SIGMA_RANGE, EPSILON_RANGE, MAX_STEPS = (1e-6, 1e9), (1e-9, 1e9), 10**9
+"""What the calculator takes: beyond, nothing is hidden or nothing is learned."""
+
+
+def check_account_options(
+    q: float, sigma: float | None, epsilon: float | None, steps: int | None, colluders: float = 1.0
+) -> None:
     """Refuse invalid options."""
     if not 0 < q <= 1:
         raise ConfigError(f"--q {q:g} is out of range; it must be greater than 0 and at most 1.")
-    for name, value in (("--sigma", sigma), ("--epsilon", epsilon), ("--steps", steps)):
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"{name} {value:g} is out of range; it must be greater than 0.")
+    for name, value, low, high in (
+        ("--sigma", sigma, *SIGMA_RANGE),
+        ("--epsilon", epsilon, *EPSILON_RANGE),
+        ("--steps", steps, 1, MAX_STEPS),
+    ):
+        if value is not None and not low <= value <= high:
+            shown = f"{value}" if len(f"{value}") <= 30 else "that large"
+            raise ConfigError(f"{name} {shown} is out of range; it must be at least {low:g} and at most {high:g}.")
+    if not (0 <= colluders < math.inf):
+        raise ConfigError(f"--colluders {colluders:g} is out of range; it must be a count or a fraction of at least 0.")
 
 
 def compute_account_row(

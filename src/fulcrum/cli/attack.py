@@ -209,7 +209,7 @@ def _print_reports(
     )
     for cell in reports:
         for words in cell.violations:
-            view.print_line(f"warning: epsilon = {cell.cell.epsilon:g} does not hold: {words}.")
+            view.print_line(f"warning: epsilon = {view.format_epsilon(cell.cell.epsilon)} does not hold: {words}.")
     for path in written:
         view.print_message(f"wrote {path}", quiet)
 

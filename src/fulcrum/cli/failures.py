@@ -18,7 +18,7 @@ from typing import Any
 
 import typer
 
-from fulcrum.errors import BudgetError, FulcrumError, InputError, UserNote
+from fulcrum.errors import LONG_WORD, BudgetError, FulcrumError, InputError, UserNote
 
 EXIT_OK, EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
@@ -135,7 +135,11 @@ def explain_failure(error: BaseException) -> tuple[int, str]:
             "train.rate or model, or --device cpu, then start again or continue with fulcrum resume."
         )
     if isinstance(error, OSError) and error.strerror is not None:
-        where = f"{error.filename}: " if error.filename is not None else "a file could not be read or written: "
+        where = (
+            f"{_to_one_line(error.filename)}: "
+            if error.filename is not None
+            else "a file could not be read or written: "
+        )
         return EXIT_WRONG_INPUT, f"error: {where}{error.strerror}."
     return (
         EXIT_FAILED,
@@ -185,7 +189,7 @@ VALUE_TEXTS = {
 
 
 def _to_one_line(error: object) -> str:
-    return " ".join(str(error).split())
+    return LONG_WORD.sub(lambda word: f"{word[0][:80]}[...]", " ".join(str(error).split()))
 
 
 FAILURE_SENTENCES: dict[type[BaseException], tuple[int, Callable[[Any], str]]] = {

@@ -173,7 +173,8 @@ def _check_feasible(dataset: Dataset, items: _SplitItems, settings: Data, method
     if floor * parties > n:
         raise ConfigError(
             f"data.parties = {parties:,} with data.min_examples = {floor:,} needs {floor * parties:,} examples, and "
-            f"{dataset.name} has {n:,}; use at most {max(1, n // floor):,} parties, or data.min_examples of at most "
+            f"{dataset.name} has {n:,}; use at most {max(1, n // floor):,} part{'y' if n // floor < 2 else 'ies'}, or "
+            "data.min_examples of at most "
             f"{n // parties:,}."
         )
     if method == "shards" and settings.shards * parties > m:

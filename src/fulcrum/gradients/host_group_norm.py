@@ -1,4 +1,4 @@
-"""Group norm on a CPU, of images with channels last: one pass gives the input's gradient and each example's parameters'.
+"""Group norm on a CPU, of images with channels last: one pass gives all gradients, those of parameters per example.
 
 PyTorch's own backward pass is several times slower in that format and adds the parameter gradients of all examples up;
 so is its forward pass for small images. Rows of several pixels side by side (`_Rows`) keep the inner loops of PyTorch's
@@ -8,7 +8,7 @@ operations long.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,10 @@ LARGE_IMAGE = 1024
 
 ROW_NUMBERS = 512
 """Numbers side by side in a row, where there are as many pixels."""
+
+
+CACHED_NUMBERS = 2**17
+"""Numbers that are worked on at a time, so that they stay in a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +46,23 @@ class _Rows:
     def view(self, images: Tensor) -> Tensor:
         return images.movedim(1, -1).reshape(len(images), self.pixels // self.k, self.k * self.channels)
 
+    def split(self, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Tensors of rows, a few examples at a time."""
+        each = max(1, CACHED_NUMBERS // (self.pixels * self.channels))
+        return zip(*(values.split(each) for values in rows), strict=True)
+
     def add(self, rows: Tensor) -> Tensor:
         """Sums over pixels, [B, C]."""
-        return rows.sum(dim=1).view(len(rows), self.k, self.channels).sum(dim=1)
+        return self.fold(rows.sum(dim=1))
+
+    def fold(self, sums: Tensor) -> Tensor:
+        """Sums of rows [B, k C] as sums over pixels, [B, C]."""
+        return sums.view(len(sums), self.k, self.channels).sum(dim=1)
 
     def add_groups(self, values: Tensor) -> Tensor:
         """Sums over the channels of each group of [B, C], for each of them: [B, C]."""
         parts = values.view(len(values), self.groups, -1)
-        return parts.sum(dim=2, keepdim=True).expand_as(parts).reshape(values.shape)
+        return parts.sum(dim=2, keepdim=True).expand_as(parts).contiguous().view(values.shape)
 
     def widen(self, values: Tensor) -> Tensor:
         """[B, C] -> [B, 1, k C], to combine with rows."""
@@ -78,12 +91,14 @@ class _Call:
         g = rows.view(g)
         count = rows.pixels * (rows.channels // rows.groups)
         bias = rows.add(g)
-        found = torch.mul(g, self.images)
-        weight = rows.add(found).addcmul_(bias, self.centre, value=-1).mul_(rise)
+        weight = rows.fold(torch.cat([torch.mul(*both).sum(dim=1) for both in rows.split(g, self.images)]))
+        weight.addcmul_(bias, self.centre, value=-1).mul_(rise)
         along = rows.add_groups(weight * self.weight).mul_(rise.square()).div_(-count)
         level = rows.add_groups(bias * self.weight).mul_(rise).div_(-count).addcmul_(along, self.centre, value=-1)
-        torch.addcmul(rows.widen(level), self.images, rows.widen(along), out=found)
-        found.addcmul_(g, rows.widen(rise * self.weight))
+        found = torch.empty_like(g)
+        wide = (rows.widen(level), rows.widen(along), rows.widen(rise * self.weight))
+        for part, own, start, slope, factor, image in rows.split(found, g, *wide, self.images):
+            torch.addcmul(start, image, slope, out=part).addcmul_(own, factor)
         # Autograd keeps this object until the whole pass is over; the images are not needed any more.
         self.slope, self.images = _to_images(found, shape), found.new_empty(0)
         return ParameterGrads(weight, bias)
@@ -138,9 +153,9 @@ def _normalise(
     count = rows.pixels * (rows.channels // rows.groups)
     given = rows.view(images)
     centre = rows.add_groups(rows.add(given)).div_(count)
-    out = given - rows.widen(centre)
-    rise = rows.add_groups(rows.add(torch.mul(out, out, out=out))).div_(count).add_(eps).rsqrt_()
+    squares = [(part - middle).square_().sum(dim=1) for part, middle in rows.split(given, rows.widen(centre))]
+    rise = rows.add_groups(rows.fold(torch.cat(squares))).div_(count).add_(eps).rsqrt_()
     steep = rise * weight
     level = centre.mul(steep).neg_() if bias is None else torch.addcmul(bias.detach(), centre, steep, value=-1)
-    torch.addcmul(rows.widen(level), given, rows.widen(steep), out=out)
+    out = torch.addcmul(rows.widen(level), given, rows.widen(steep))
     return _to_images(out, images.shape), centre, rise

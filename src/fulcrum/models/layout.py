@@ -40,6 +40,13 @@ class ParameterLayout:
             raise ModelError(f"Parameter {lazy[0]!r} has no shape yet; run the model once before handing it over.")
         if not named:
             raise ModelError("The model has no trainable parameters; at least one must require a gradient.")
+        empty = [name for name, p in named if p.numel() == 0]
+        if empty:
+            shape = list(dict(named)[empty[0]].shape)
+            raise ModelError(
+                f"Parameter {empty[0]!r} has shape {shape} and so no number in it; give its layer at least one input "
+                "and one output."
+            )
         owners: dict[str, int] = {}
         layers = tuple(owners.setdefault(name.rpartition(".")[0], len(owners)) for name, _ in named)
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}

@@ -162,7 +162,8 @@ def check_outputs(model: nn.Module, sample: ModelInputs, task: Task) -> None:
 def suggest_integer_inputs(sample: ModelInputs) -> str:
     """A hint for a model that fails on integers; "" if there are no integers."""
     integers = not all(part.is_floating_point() for part in list_input_tensors(sample))
-    return "; x holds integers (token ids): if they are numbers, save x as float32" if integers else ""
+    words = "; x holds integers: as token ids each must be below the size of the model's embedding; if they are numbers"
+    return f"{words}, save x as float32" if integers else ""
 
 
 def _describe_shape(x: ModelInputs) -> str:

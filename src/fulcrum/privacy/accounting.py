@@ -10,12 +10,13 @@ from this file is an upper bound: a numerical failure makes it larger, never sma
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import ROUND_CEILING, Decimal
+from decimal import ROUND_CEILING, Context, Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -44,6 +45,9 @@ ORDERS: FloatVector = _choose_renyi_orders()
 SIGMA_MIN, SIGMA_MAX = 0.01, 1e6
 """Search range of `calibrate_sigma`. Below 0.01 nothing is hidden; above 1e6 nothing is learned."""
 
+SIGMA_FLOOR, SIGMA_CEILING = 1e-9, 1e9
+"""Below the first a multiplier counts as no noise, above the second as the second: squares of others overflow."""
+
 MAX_STEPS = 10**9
 """Upper limit of the search of `compute_max_steps`."""
 
@@ -62,7 +66,8 @@ def compute_step_rdp(rate: float, sigma: float) -> FloatVector:
         raise ConfigError(f"rate = {rate!r} is not a sampling rate; it must be greater than 0 and at most 1.")
     if not 0 <= sigma < math.inf:
         raise ConfigError(f"sigma = {sigma!r} is not a noise multiplier; it must be a finite number of at least 0.")
-    if sigma == 0:
+    sigma = min(sigma, SIGMA_CEILING)  # less noise costs more: an upper bound
+    if sigma < SIGMA_FLOOR:
         curve = np.full(len(ORDERS), np.inf)
     elif rate == 1:
         curve = ORDERS / (2 * sigma**2)
@@ -276,7 +281,8 @@ def _compute_pld_epsilons(spends: Sequence[Spend], delta: float) -> FloatVector:
         # The Fourier transform of the composition is exact to about 1e-16 per step; where that is not
         # small against delta the RDP value, an upper bound too, stays.
         if spend.counts and min(s for _, s in spend.counts) > 0 and delta > 1e-13 * spend.releases:
-            values[i] = _compute_pld_epsilon(spend.key[0], delta)
+            with contextlib.suppress(OverflowError, ZeroDivisionError):  # losses beyond float64: next to no noise
+                values[i] = _compute_pld_epsilon(spend.key[0], delta)
     return values
 
 
@@ -443,12 +449,18 @@ def _check_epsilon(epsilon: float) -> None:
         raise ConfigError(f"epsilon = {epsilon!r} is out of range; it must be a finite number greater than 0.")
 
 
+LARGEST_WRITTEN_OUT = 1e12
+"""Larger numbers are printed with an exponent."""
+
+
 def format_epsilon(value: float, digits: int = 4) -> str:
     """An epsilon to `digits` digits, rounded up in decimal: what is printed is never less than what was spent."""
     if not math.isfinite(value):
         return "inf" if value > 0 else str(value)
     if value == int(value) and abs(value) < 10**digits:
         return str(int(value))
+    if abs(value) >= LARGEST_WRITTEN_OUT:
+        return f"{Decimal(repr(float(value))).normalize(Context(prec=digits, rounding=ROUND_CEILING)):e}"
     exact = Decimal(repr(float(value)))  # the shortest decimal that means this number: 0.1 prints as 0.1
     step = Decimal(1).scaleb(exact.adjusted() - digits + 1)
     found = f"{exact.quantize(step, rounding=ROUND_CEILING):f}"

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ SIZE = PoolSize(shadows=8, candidates=16, controls=8)
 
 
 def make_settings(**more):
-    sections = {
+    sections: dict[str, dict[str, Any]] = {
         "data": {"parties": 2, "partition": "iid"},
         "model": {"name": "linear"},
         "train": {"rounds": 12, "rate": 0.3, "lr": 0.5, "ema": 0.0},
@@ -167,6 +168,7 @@ def test_a_cell_goes_on_from_its_file_with_the_same_numbers(digits, plain_scores
     assert first is not None
     assert first.shadows == 5
     whole = run_cell(cell, digits, path, stack=5)
+    assert whole is not None
     assert read_scores(path).shadows == 8
     for view, values in plain_scores.scores.items():
         np.testing.assert_allclose(whole.scores[view], values, rtol=2e-2, atol=2e-3)

@@ -144,7 +144,7 @@ def test_an_attack_on_noise_stays_below_its_bound_and_one_without_noise_passes_i
 
 
 def test_confidence_is_the_logit_of_the_true_class():
-    task = make_task(TaskSettings(name="classification", classes=3), [torch.tensor([0, 1, 2])])
+    task = make_task(TaskSettings(name="classification", classes=3), [np.array([0, 1, 2])])
     outputs, targets = torch.tensor([[2.0, 0.0, -1.0], [50.0, 0.0, 0.0]]), torch.tensor([0, 0])
     found = measure_confidence(task, outputs, targets)
     p = torch.softmax(outputs.double(), dim=1)[0, 0]

@@ -130,6 +130,17 @@ def test_a_run_with_canaries_from_the_command_line(tmp_path, capsys):
     assert told["units"] == [party["canaries"] + 718 + i for i, party in enumerate(told["parties"])] or told["units"]
     assert json.loads((folder / "audit.json").read_text())["measured"] == told["measured"]
     assert json.loads((folder / "run.json").read_text())["audit"] == "gradient"
+    assert main(["audit", str(folder)]) == 2  # its own audit is not overwritten by a weaker one
+    assert "was trained with canaries" in capsys.readouterr().err
+
+
+def test_a_run_without_noise_and_one_whose_parties_are_units_are_reconciled_only(tmp_path, capsys):
+    for name, words in (("none", ["--method", "none"]), ("client", ["--set", "privacy.unit=client"])):
+        folder = tmp_path / name
+        assert main(["run", *SMALL, *words, "--out", str(folder), "--quiet"]) == 0
+        capsys.readouterr()
+        assert main(["audit", str(folder)]) == 0, capsys.readouterr().out
+        assert "records were not scored" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

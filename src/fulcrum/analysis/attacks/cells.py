@@ -15,12 +15,18 @@ import numpy.typing as npt
 
 from fulcrum.analysis.attacks.pool import BoolArray, IntArray, PoolSize
 from fulcrum.errors import RunError
+from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.settings.schema import Settings
 from fulcrum.study.job import settings_from_json
 
 ScoreArray = npt.NDArray[np.float32]
 MODEL = "model"
 """The view of whoever has the final model; the other views are the statistics of `release_scores`."""
+
+
+def name_epsilon(epsilon: float | None) -> str:
+    """A cell's epsilon in tables and names: none, 3.61."""
+    return "none" if epsilon is None else format_epsilon(epsilon)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fulcrum.analysis.attacks.cells import name_epsilon
 from fulcrum.analysis.attacks.first_layer import ANALYTIC, make_imprint_weights
 from fulcrum.analysis.attacks.gradient_matching import MATCHING, MatchingOptions
 from fulcrum.analysis.attacks.image_quality import compute_psnr, compute_ssim, match_images
@@ -151,7 +152,7 @@ def attack_inversion(
                 analytic = attack in ANALYTIC
                 if analytic not in views:
                     views[analytic] = _prepare(own, dataset, size, batch, analytic)
-                say(f"epsilon {'none' if epsilon is None else f'{epsilon:g}'}, batch {batch}, {attack}")
+                say(f"epsilon {name_epsilon(epsilon)}, batch {batch}, {attack}")
                 rows.append(_attack_cell(attack, views[analytic], epsilon, batch, size, dataset))
     return rows
 
@@ -274,7 +275,7 @@ def attack_tokens(
     for epsilon in epsilons:
         own = settle_noise(settings, epsilon)
         for batch in ("1", "poisson"):
-            say(f"epsilon {'none' if epsilon is None else f'{epsilon:g}'}, batch {batch}, tokens")
+            say(f"epsilon {name_epsilon(epsilon)}, batch {batch}, tokens")
             federation = prepare_first_round(own, dataset, size, batch, model)
             seen = [recover_tokens(view, ignored) for view in look_at_parties(federation, batch)]
             sigma = float(own.privacy.sigma or 0.0)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fulcrum.analysis.attacks.calibrated import ATTACKS, RELEASE_ATTACKS
-from fulcrum.analysis.attacks.cells import MODEL, AttackCell, PoolScores
+from fulcrum.analysis.attacks.cells import MODEL, AttackCell, PoolScores, name_epsilon
 from fulcrum.analysis.attacks.limits import RocLimit, limit_by_accountant, limit_by_pair
 from fulcrum.analysis.attacks.pool import PoolSize, take_pool_records
 from fulcrum.analysis.attacks.release_scores import STATISTICS
@@ -45,7 +45,7 @@ def prepare_cell(
     {"lr": 0.2}: without clipping another learning rate may be right.
     """
     seed = settings.run.seed
-    name = f"{Path(settings.data.source).stem}-{'none' if epsilon is None else f'{epsilon:g}'}"
+    name = f"{Path(settings.data.source).stem}-{name_epsilon(epsilon)}"
     if epsilon is None:
         settings = settings.replace(
             clip={"rule": "none", "rehearse": False},
@@ -55,7 +55,9 @@ def prepare_cell(
         return AttackCell(name, replace(settings, method="none"), size, None, None, seed)
     settings = settings.replace(privacy={"epsilon": epsilon, "sigma": None})
     if not find_rule(settings.clip.rule).private:
-        raise ConfigError(f"clip.rule = {settings.clip.rule!r} is not private, so epsilon = {epsilon:g} says nothing.")
+        raise ConfigError(
+            f"clip.rule = {settings.clip.rule!r} is not private, so epsilon = {name_epsilon(epsilon)} says nothing."
+        )
     if settings.clip.rehearse:
         found = prepare(settings, take_pool_records(dataset, settings, size, seed)).settings
         settings = replace(found, data=settings.data).replace(clip={"rehearse": False})

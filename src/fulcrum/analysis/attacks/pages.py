@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fulcrum.analysis.attacks.cells import name_epsilon
 from fulcrum.analysis.attacks.inversion import InversionRow, TokensRow
 from fulcrum.analysis.attacks.membership import AttackResult, CellReport
 from fulcrum.analysis.attacks.roc import ROC_GRID, Estimate
@@ -23,7 +24,7 @@ def make_rows(reports: Sequence[CellReport], every: bool = False) -> list[list[s
     """The rows of the table: of each view the attack with the largest AUC, or every attack."""
     rows = []
     for report in reports:
-        epsilon = "none" if report.cell.epsilon is None else f"{report.cell.epsilon:g}"
+        epsilon = name_epsilon(report.cell.epsilon)
         for result in report.results if every else [report.best(view) for view in VIEWS]:
             rows.append([epsilon, result.view, result.attack, *_format_result(report, result)])
     return rows
@@ -60,6 +61,7 @@ def report_to_json(reports: Sequence[CellReport], device: str = "auto") -> dict[
         "date": record.current_utc_time(),
         "commit": get_source_commit(),
         "machine": describe_machine(device),
+        "seeds": sorted({report.cell.seed for report in reports}),
         "fpr_of_curves": [float(f"{rate:.4g}") for rate in ROC_GRID],
         "cells": [report.to_json() for report in reports],
     }
@@ -90,7 +92,7 @@ def make_inversion_rows(rows: Sequence[InversionRow]) -> list[list[str]]:
     return [
         [
             row.data,
-            "none" if row.epsilon is None else f"{row.epsilon:g}",
+            name_epsilon(row.epsilon),
             row.attack,
             row.model,
             row.batch,
@@ -108,7 +110,7 @@ def make_token_rows(rows: Sequence[TokensRow]) -> list[list[str]]:
     return [
         [
             row.data,
-            "none" if row.epsilon is None else f"{row.epsilon:g}",
+            name_epsilon(row.epsilon),
             row.batch,
             str(len(row.found)),
             format_mean(row.found, 3),
@@ -128,12 +130,14 @@ def draw_roc(reports: Sequence[CellReport], view: str, title: str) -> str:
     """ROC curves of a view's best attack per epsilon, beside what the accountant allows, both axes logarithmic: SVG."""
     series: dict[str, list[tuple[float, float]]] = {}
     for report in reports:
-        name = "no privacy" if report.cell.epsilon is None else f"epsilon {report.cell.epsilon:g}"
+        name = "no privacy" if report.cell.epsilon is None else f"epsilon {name_epsilon(report.cell.epsilon)}"
         series[name] = list(zip(ROC_GRID.tolist(), report.best(view).roc.curve.tolist(), strict=True))
     for report in reports:
         if report.limit:
             allowed = report.limit.tpr(ROC_GRID).tolist()
-            series[f"allowed by {report.cell.epsilon:g}"] = list(zip(ROC_GRID.tolist(), allowed, strict=True))
+            series[f"allowed by {name_epsilon(report.cell.epsilon)}"] = list(
+                zip(ROC_GRID.tolist(), allowed, strict=True)
+            )
     series["guessing"] = [(rate, rate) for rate in ROC_GRID.tolist()]
     note = f"{get_command_line()} | {record.current_utc_time()} | {get_source_commit()}"
     return draw_line_plot(series, title, "false positives", "true positives", True, note, (), True)

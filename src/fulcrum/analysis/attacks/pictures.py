@@ -11,6 +11,7 @@ from html import escape
 import numpy as np
 from torch import Tensor
 
+from fulcrum.analysis.attacks.cells import name_epsilon
 from fulcrum.analysis.attacks.inversion import InversionRow
 from fulcrum.study.figures import FONT_ATTRIBUTES
 
@@ -72,7 +73,7 @@ def draw_reconstructions(rows: Sequence[InversionRow], batch: str, title: str, n
 
 
 def _name(epsilon: float | None) -> str:
-    return "no privacy" if epsilon is None else f"epsilon {epsilon:g}"
+    return "no privacy" if epsilon is None else f"epsilon {name_epsilon(epsilon)}"
 
 
 def _place_images(images: Tensor, left: float, top: float) -> list[str]:

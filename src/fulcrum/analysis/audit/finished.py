@@ -20,16 +20,18 @@ import torch
 from fulcrum.analysis.audit.bounds import BoolVector
 from fulcrum.analysis.audit.curves import FloatVector, merge_events
 from fulcrum.analysis.audit.in_run import CanaryView, FamilyCache, make_entry
-from fulcrum.analysis.audit.outcome import Audit, conclude
+from fulcrum.analysis.audit.outcome import Audit, PartyAudit, conclude
 from fulcrum.data import Dataset
 from fulcrum.data.records import Records
-from fulcrum.errors import RunError
+from fulcrum.errors import DataError, RunError
 from fulcrum.privacy.accounting import compute_epsilon
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.runs.binding import StoredRun
 from fulcrum.runs.preparation import prepare_unrehearsed
 from fulcrum.runs.stored_model import load_trained
+from fulcrum.settings.schema import Settings
+from fulcrum.training.federation import Federation
 
 MAX_RECORDS = 20_000
 """Records of each party, and test records, that are scored at most."""
@@ -40,6 +42,10 @@ RELATIVE = 1e-6
 def audit_finished_run(folder: Path | str, confidence: float = 0.95) -> Audit:
     """What the folder of a finished run still shows; see the module's text for what it cannot say."""
     stored = StoredRun.read(Path(folder))
+    if "audit" in stored.facts:
+        raise RunError(
+            f"{folder} was trained with canaries, and its audit.json says what they showed; audit another run."
+        )
     settings = stored.read_settings()
     with stored.open_ledger() as ledger:
         delta, events, checks = reconcile(stored, ledger, settings.privacy.delta)
@@ -48,20 +54,12 @@ def audit_finished_run(folder: Path | str, confidence: float = 0.95) -> Audit:
         "no canary was in this run: noise and clipping of its rounds cannot be measured afterwards; "
         "fulcrum audit with the same settings trains again with canaries",
     ]
-    parties = []
-    federation = prepare_unrehearsed(settings)
-    dataset, plan = federation.problem.dataset, federation.plan
-    scored = dataset.public and dataset.test is not None and plan.central is None and plan.private
-    if not scored:
-        notes.append(
-            "records were not scored: "
-            + (
-                "the data is private, and its losses may not be looked at unpaid"
-                if not dataset.public
-                else "no test set"
-            )
-        )
+    parties: list[PartyAudit] = []
+    federation, why = prepare_again(stored, settings)
+    if federation is None:
+        notes.append(f"records were not scored: {why}")
     else:
+        dataset, plan = federation.problem.dataset, federation.plan
         notes.append(
             "membership by loss holds if test records were drawn like training records, and is a weak attack: the "
             "final model alone, no shadow models (fulcrum attack has those)"
@@ -84,6 +82,24 @@ def audit_finished_run(folder: Path | str, confidence: float = 0.95) -> Audit:
         parties = conclude(entries, confidence)
     seen = "after the fact: ledger and statement; on public data the final model's loss on members and on others"
     return Audit(seen, "members", delta, confidence, tuple(parties), checks=checks, notes=tuple(notes))
+
+
+def prepare_again(stored: StoredRun, settings: Settings) -> tuple[Federation | None, str]:
+    """The run's federation, if its members may be compared with test records; else why not."""
+    if "flower" in stored.facts:
+        return None, "they are at the parties"
+    try:
+        federation = prepare_unrehearsed(settings)
+    except DataError:
+        return None, "the run's data is not there any more"
+    dataset, plan = federation.problem.dataset, federation.plan
+    if not dataset.public:
+        return None, "the data is private, and nobody has paid for a look at its losses"
+    if dataset.test is None:
+        return None, "there are no test records to compare with"
+    if plan.central is not None or not plan.private:
+        return None, "the run has no noise" if not plan.private else "at unit client a party is one unit"
+    return federation, ""
 
 
 def reconcile(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fulcrum.analysis.audit.bounds import LowerBound
+from fulcrum.privacy.accounting import format_epsilon
 
 FORMAT = "fulcrum-audit-1"
 """The name of the format of audit.json (docs/audit.md)."""
@@ -103,10 +105,10 @@ class Audit:
         return [
             (
                 entry.name,
-                f"{entry.claimed:.4g}",
+                format_epsilon(entry.claimed),
                 bound.method,
-                f"{bound.epsilon:.3f}",
-                f"{bound.epsilon / entry.claimed:.2f}" if entry.claimed > 0 else "-",
+                format_lower_bound(bound.epsilon),
+                format_lower_bound(bound.epsilon / entry.claimed, 2) if entry.claimed > 0 else "-",
                 _describe_counts(bound.numbers),
             )
             for entry in self.entries
@@ -117,6 +119,11 @@ class Audit:
         """One line per method that assumes something."""
         found = {bound.method: bound.assumes for entry in self.entries for bound in entry.bounds}
         return [f"{method} assumes: {words}" for method, words in found.items() if words]
+
+
+def format_lower_bound(value: float, digits: int = 3) -> str:
+    """A lower bound with so many decimals, rounded down: what is printed is never more than what was measured."""
+    return f"{math.floor(value * 10**digits) / 10**digits:.{digits}f}"
 
 
 def _entry_to_json(entry: PartyAudit) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def use_convolution(
     dims = _count_dimensions(recorder, function, input, weight, bias)
     strides, steps = _expand(stride, dims), _expand(dilation, dims)
     around = padding if isinstance(padding, str) else _expand(padding, dims)
-    a = arrange_images(recorder, to_compute_type(input), weight)
+    a = arrange_images(recorder, to_compute_type(input))
     out = function(a, weight, bias, strides, around, steps, groups)
     seen, amounts = a.detach(), _pad_amounts(around, tuple(weight.shape[2:]), steps)
 

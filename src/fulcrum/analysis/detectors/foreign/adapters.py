@@ -93,7 +93,6 @@ def adapt_function(target: Any, claims: Claims) -> Client:
 
 def adapt_opacus(target: Any, claims: Claims) -> Client:
     """A factory make(data, seed) of a model, an optimizer and a loader; the release is one step's change."""
-    import torch
 
     def call(data: Data, seed: int) -> Released:
         made = guard(lambda: target(data, seed), "the script")
@@ -103,10 +102,9 @@ def adapt_opacus(target: Any, claims: Claims) -> Client:
             before = flatten([p.detach().clone() for p in model.parameters() if p.requires_grad])
             for x, y in loader:
                 optimizer.zero_grad()
-                if len(x):
-                    loss(model(x), y).backward()
-                else:  # an empty Poisson batch: Opacus takes a step of noise
-                    (model(torch.zeros(1, *data[0].shape[1:]))[:0].sum() * 0).backward()
+                outputs = model(x)
+                # An empty Poisson batch has no mean loss; its step is noise alone.
+                (loss(outputs, y) if len(x) else outputs.sum()).backward()
                 optimizer.step()
                 break
             return flatten([p.detach() for p in model.parameters() if p.requires_grad]) - before
