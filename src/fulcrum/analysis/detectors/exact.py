@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +55,7 @@ def judge_distribution(uniforms: Floats) -> float:
     return min(1.0, 2.0 * math.exp(-2.0 * count * distance**2))
 
 
-def judge_dispersion(counts: Sequence[int] | Floats, draws: int, chance: float) -> float:
+def judge_dispersion(counts: Sequence[int] | npt.NDArray[Any], draws: int, chance: float) -> float:
     """Whether independent binomial counts scatter as they should; two-sided.
 
     The statistic is the sum of (count - m)^2, m the rounded mean. Its distribution is computed by convolution.
