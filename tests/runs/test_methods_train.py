@@ -58,7 +58,10 @@ def test_noise_that_destroys_training_is_noticed(mnist: Dataset) -> None:
     assert learn(mnist, method="dp-sgd", epsilon=0.01, lr=20.0).accuracy < 0.35
 
 
-@pytest.mark.parametrize("method", [*METHODS])
+QUICK = ("moo", "moo-unrehearsed", "dp-sgd", "none", "dp-fedavg", "quantile", "hyfreedp", "d-adaptation")
+
+
+@pytest.mark.parametrize("method", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in METHODS])
 def test_every_method_goes_on_after_an_interruption_as_if_there_had_been_none(method: str, tmp_path: Path) -> None:
     data = toy_data(60)
     words: dict[str, Any] = {"method": method, "model": "linear", "sigma": 1.0, "rounds": 5, "partition": "iid"}

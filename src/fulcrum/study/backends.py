@@ -256,7 +256,8 @@ def run_stacked(jobs: Sequence[StudyJob], how: BackendOptions) -> Iterator[tuple
             chunk, began = members[:size], time.monotonic()
             try:
                 ready = [prepare_job(job, datasets, how.device, how.precision) for job in chunk]
-                how.say(f"{len(chunk)} runs like {chunk[0].cell} prepared in {time.monotonic() - began:.1f} s")
+                if (seconds := time.monotonic() - began) >= 1:
+                    how.say(f"{len(chunk)} runs like {chunk[0].cell} prepared in {seconds:.1f} s")
                 places = find_equal_runs(ready)
                 results = _run_stack(
                     [ready[i] for i in dict.fromkeys(places)],
