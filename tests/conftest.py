@@ -1,6 +1,6 @@
 """Which tests run where: `slow` in CI and on request, `gpu` where kernels run, `flower` with real processes.
 
-make test                      # all but slow and flower, in under four minutes on two cores
+make test                      # all but slow and flower, in under five minutes on two cores
 make test-slow                 # the slow ones
 FULCRUM_FLOWER=1 pytest tests/flower   # real Flower processes on loopback; needs the flower extra
 """
@@ -8,6 +8,7 @@ FULCRUM_FLOWER=1 pytest tests/flower   # real Flower processes on loopback; need
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -34,7 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and say why."""
     gpu = pytest.mark.skip(reason="needs a GPU, or triton and TRITON_INTERPRET=1")
     flower = pytest.mark.skip(reason="takes minutes: make test-flower, or FULCRUM_FLOWER=1 pytest")
+    seen: Counter[str] = Counter()
     for item in items:
+        if table := item.get_closest_marker("every"):
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % table.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[test] += 1
         if item.get_closest_marker("gpu") and not KERNELS_RUN:
             item.add_marker(gpu)
         if item.get_closest_marker("flower") and not os.environ.get("FULCRUM_FLOWER"):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,14 @@ from fulcrum.cli import failures
 from fulcrum.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """A shell's background job ignores Ctrl-C, and so would these tests and the processes that they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_an_import_that_is_interrupted_is_a_sentence(tmp_path: Path):

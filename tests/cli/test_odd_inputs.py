@@ -75,9 +75,30 @@ def test_an_odd_input_is_one_sentence(words: str, folder: Path, capsys: pytest.C
     assert not Path("run").exists()
 
 
+@pytest.mark.slow
 def test_next_to_no_noise_has_a_huge_epsilon_and_no_error(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["account", "--q", "1", "--sigma", "1e-5", "--steps", "1"]) == 0
     said = capsys.readouterr().out
     assert "at most 100%, 100%, 100% sure after" in " ".join(said.split())
     assert cli.main(["run", "--data", "own.npz", "--sigma", "1e-5", *RUN]) == 0
     assert "internal" not in capsys.readouterr().err
+
+
+def test_nothing_to_report_an_archive_of_objects_and_a_file_as_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "objects.npz").write_bytes(b"\x80\x04no archive")
+    (tmp_path / "file").write_text("x")
+    for words, sentence in {
+        "report empty": "empty holds none of the files of a run",
+        "run --data objects.npz --epsilon 1": "it is no archive of plain arrays",
+        "run --data digits --epsilon 1 --out file/run": "is no folder that can be written to; choose another --out.",
+    }.items():
+        assert cli.main(words.split()) == 2
+        said = capsys.readouterr().err
+        assert sentence in said
+        assert "rehears" not in said, "refused before the rehearsal"
+        assert "allow_pickle" not in said
+    assert not (tmp_path / "report.html").exists()

@@ -82,6 +82,7 @@ def federations(case: str) -> list[Federation]:
 
 @pytest.mark.parametrize("limit", [0, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.every(2)
 def test_each_run_equals_itself_alone_on_the_reference_engine(case: str, limit: int) -> None:
     feds = federations(case)
     rounds = list(run_many(feds, limit))

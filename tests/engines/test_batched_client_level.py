@@ -92,6 +92,7 @@ def assert_as_alone(feds: list[Federation], rounds: list[BatchedRoundResult]) ->
 @pytest.mark.usefixtures("stacked")
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.every(4)
 def test_each_run_equals_itself_alone(case: str, steps: int) -> None:
     feds = [prepare(f.settings.replace(train={"steps": steps}), DATA) for f in pair(**CASES[case])]
     assert_as_alone(feds, list(run_many(feds)))

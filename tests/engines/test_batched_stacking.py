@@ -138,6 +138,7 @@ def other(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("section", "name"), FIELDS)
+@pytest.mark.every(3)
 def test_runs_that_differ_in_a_field_have_their_own_value_or_are_not_stacked(section: str, name: str) -> None:
     if name not in STACKABLE_FIELDS.get(section, ()):
         settings = toy_settings()

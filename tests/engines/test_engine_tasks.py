@@ -185,6 +185,7 @@ def test_engines_equal_the_reference(name: str, rule: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.every(3)
 def test_runs_side_by_side_equal_the_reference(name: str) -> None:
     case = CASES[name]
     start = case.problem().layout.flatten(case.problem().model)

@@ -54,6 +54,7 @@ def worst(problem: Any, engine: str, targets: range = range(6), C0: float = 0.05
 @pytest.mark.parametrize("layers", [False, True])
 @pytest.mark.parametrize("rule", SOUND)
 @pytest.mark.parametrize("engine", STEP_SUMS)
+@pytest.mark.every(3)
 def test_every_rule_in_every_engine(engine: str, rule: str, layers: bool, kind: str) -> None:
     for proven in (True, False):
         problem = build_replay_problem(

@@ -79,6 +79,7 @@ def check_equal(problem: TrainingProblem, asked: RoundRequest) -> None:
 
 @pytest.mark.parametrize("groups", ["flat", "layer"])
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.every(3)
 def test_every_rule_equals_the_reference(rule: str, groups: str) -> None:
     problem = uneven(toy_problem(rule, parties=5))
     if groups == "layer":

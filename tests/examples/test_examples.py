@@ -46,6 +46,7 @@ def run_main(
 
 @pytest.mark.filterwarnings("ignore:only you see this")
 @pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.every(3)
 def test_an_example_ends_with_one_line_of_json(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

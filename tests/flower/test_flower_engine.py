@@ -52,6 +52,7 @@ def ledger_lines(path, party):
         toy_settings(2, combine="geometric-median"),
     ],
 )
+@pytest.mark.every(2)
 def test_a_simulation_across_machines_is_the_run_in_one_process(tmp_path, monkeypatch, settings):
     share_streams(monkeypatch)
     alone = api.execute(api.prepare(settings, toy_data(120)), tmp_path / "alone")
@@ -281,6 +282,7 @@ TRICKS = {
 
 
 @pytest.mark.parametrize(("words", "trick"), TRICKS.values(), ids=TRICKS)
+@pytest.mark.every(3)
 def test_a_bad_party_is_left_out_and_reported_and_the_round_goes_on(tmp_path, monkeypatch, words, trick):
     settings = toy_settings(2)
     with toy_federation(tmp_path, settings) as bus:

@@ -99,6 +99,7 @@ def terms_of(settings: Settings, data: Dataset):
 
 
 @pytest.mark.parametrize("kind", ["regression", "binary", "multilabel", "classification", "next-token", "own"])
+@pytest.mark.every(3)
 def test_every_task_gives_the_same_across_machines(tmp_path, monkeypatch, own_code, kind):
     data = toy_targets(kind)
     settings = settings_of(data)

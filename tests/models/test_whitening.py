@@ -212,6 +212,7 @@ def test_the_input_is_not_written_over() -> None:
 @pytest.mark.parametrize(
     ("steps", "limit", "native"), [(1, 0, False), (1, 0, True), (2, 0, False), (1, 3, False), (2, 5, True)]
 )
+@pytest.mark.every(4)
 def test_the_stacked_engine_equals_the_reference(name: str, mixed: bool, steps: int, limit: int, native: bool) -> None:
     problem = toy_problem("fixed", images(*NETS[name][1]), 3, model=_moved(name, mixed))
     assert StackedEngine(problem).notes == (), "there is a hand-written program"
@@ -267,6 +268,7 @@ def _data(shape: tuple[int, ...], n: int = 16) -> Dataset:
 @pytest.mark.parametrize("coordinates", ["centred", "whitened"])
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.every(4)
 def test_stacked_runs_equal_themselves_alone(name: str, steps: int, coordinates: str) -> None:
     data = _data(SHAPES[name])
     settings = _settings(train={"steps": steps}, model={"init": "synthetic", "coordinates": coordinates})

@@ -44,6 +44,7 @@ def best_of(good: float, trials: TrialCount) -> list[float]:
 
 @pytest.mark.parametrize("trials", COUNTS, ids=TrialCount.describe)
 @pytest.mark.parametrize("pair", [(0.1, 0.15), (0.05, 0.06), (0.02, 0.04)])
+@pytest.mark.every(3)
 def test_the_price_covers_what_the_best_trial_gives_away_and_that_of_one_trial_does_not(
     trials: TrialCount, pair: tuple[float, float]
 ) -> None:

@@ -53,6 +53,7 @@ def replay_worst(engine: str, scale: float, layers: bool, precision: str, proven
 @pytest.mark.parametrize("layers", [False, True])
 @pytest.mark.parametrize("scale", [168.0, 3.6e4, 1e8])
 @pytest.mark.parametrize("engine", STEP_SUMS)
+@pytest.mark.every(4)
 def test_a_record_that_cancels_stays_within_its_bound(
     engine: str, scale: float, layers: bool, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def test_a_run_alone_is_worth_what_it_is(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.permutations(RUNS, 2)))
+@pytest.mark.every(4)
 def test_two_runs_are_worth_as_much_as_the_worse_one(first: str, second: str, tmp_path: Path) -> None:
     ledger = tmp_path / "kept.sqlite"
     state(tmp_path / "first", ledger, seed=1, **RUNS[first])

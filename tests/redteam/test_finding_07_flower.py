@@ -206,6 +206,7 @@ class Tap:
 
 @pytest.mark.parametrize("rule", ["moo", "fixed", "quantile", "oso", "wav", "moo-client", "moo-scalar"])
 @pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.every(4)
 def test_an_update_is_a_function_of_the_request_and_of_the_released_integers(tmp_path, monkeypatch, rule, steps):
     """Other records, and the integers of the first party in place of their own: the same bytes leave."""
     settings = toy_settings(rule=rule, steps=steps)

@@ -86,6 +86,7 @@ def test_a_rule_of_ones_own_may_share_as_it_likes(share: str) -> None:
 @pytest.mark.parametrize("partition", ["iid", "quantity"])
 @pytest.mark.parametrize("interval", INTERVALS)
 @pytest.mark.parametrize("rule", PAID)
+@pytest.mark.every(4)
 def test_a_run_reserves_what_it_releases(rule: str, interval: float, partition: str) -> None:
     settings = settings_of(rule, interval).replace(data={"source": "toy", "parties": 3, "partition": partition})
     federation = prepare(settings, toy_data(900))

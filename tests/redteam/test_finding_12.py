@@ -51,6 +51,7 @@ def test_a_setting_beyond_what_arithmetic_bears_is_refused(section: str, change:
 @pytest.mark.parametrize("stability", [1e-9, 1e6])
 @pytest.mark.parametrize("rule", SOUND)
 @pytest.mark.parametrize("engine", STEP_SUMS)
+@pytest.mark.every(4)
 def test_every_rule_keeps_its_bound_at_the_ends_of_the_ranges(
     engine: str, rule: str, stability: float, C0: float
 ) -> None:

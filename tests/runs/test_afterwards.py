@@ -53,6 +53,7 @@ def run_elsewhere(code: str, folder: Path) -> Any:
 @pytest.mark.parametrize(
     ("form", "name"), [("torch", "m.pt"), ("safetensors", "m.safetensors"), ("torchscript", "m.ts")]
 )
+@pytest.mark.every(3)
 def test_exports_give_the_same_outputs_in_a_process_without_fulcrum(
     form: str, name: str, digits: Path, tmp_path: Path
 ) -> None:

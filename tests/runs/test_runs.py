@@ -141,6 +141,7 @@ def test_resuming_a_finished_run_changes_nothing(whole: Path) -> None:
     assert outcome(whole) == before
 
 
+@pytest.mark.slow
 def test_show_reads_a_run_and_json_is_json(whole: Path) -> None:
     assert "accuracy" in run("show", str(whole)).stdout
     assert json.loads(run("show", str(whole), "--json").stdout)["rounds"] == 24

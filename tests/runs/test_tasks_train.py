@@ -103,6 +103,7 @@ def untrained_score(task: str, **names: object) -> float:
 
 
 @pytest.mark.parametrize("task", TASKS)
+@pytest.mark.every(3)
 def test_every_kind_of_task_trains_privately_from_the_command_line(here: Path, task: str, capsys) -> None:
     _, model, score = TASKS[task]
     before = untrained_score(task, data=f"{task}.npz", model=model)

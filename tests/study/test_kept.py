@@ -53,6 +53,7 @@ def test_a_cell_has_fallen_only_beyond_its_interval(change: float, jitter: float
     assert all(row["change"] == pytest.approx(change) and row["seeds"] == 10 for row in rows)
 
 
+@pytest.mark.slow
 def test_the_verdict_is_printed_and_decides_the_exit_code(tmp_path: Path) -> None:
     for name, change, code in (("good", 0.1, 0), ("bad", -1.0, 1)):
         with ShardWriter(tmp_path / name, "runs") as writer:

@@ -131,6 +131,7 @@ WEIGHTS = {"equal": [1.0] * 8, "heavy and light": [1.0, 1.0, 1.0, 0.05, 0.4, 1.0
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS.keys())
 @pytest.mark.parametrize("groups", [(), (0, 0, 1, 1)], ids=["flat", "layer"])
 @pytest.mark.parametrize("estimator", ["fixed", "clipped"])
+@pytest.mark.every(3)
 def test_one_party_moves_the_mean_by_no_more_than_the_sensitivity(
     estimator: str, groups: tuple[int, ...], weights: list[float]
 ) -> None:

@@ -48,7 +48,7 @@ def report(
         view.print_line(f"{out}: a study, {view.format_bytes(out.stat().st_size)}; open it in a browser.")
         return
     runs = [read_run(folder) for folder in expand_folders(folders)]
-    if all(run.state == "missing" for run in runs):
+    if all(run.state in ("missing", "unreadable") for run in runs):
         raise RunError(runs[0].problems[0])
     for run in runs:
         for problem in run.problems:

@@ -40,10 +40,13 @@ def run(
 ) -> None:
     """Train one model privately over the data of several parties."""
     from fulcrum import runs as api
+    from fulcrum.runs.folder import check_free_folder
 
     if no_rehearsal:
         settings = settings.replace(clip={"rehearse": False})
     watching = [api.find_observer(name) for name in observe]
+    if out is not None:
+        check_free_folder(out)  # before the rehearsal, which takes a while
     federation = view.rehearse_aloud(api.prepare_unrehearsed(settings), quiet)
     folder = (
         out if out is not None else choose_free_folder(f"{make_source_slug(settings.data.source)}-{settings.method}")

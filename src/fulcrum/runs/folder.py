@@ -145,6 +145,9 @@ def check_free_folder(path: Path, resume: str = "fulcrum resume") -> None:
         raise RunError(f"{path} is a file; choose a new folder as --out.")
     if path.exists() and any(each.name not in EARLY_FILES for each in path.iterdir()):
         refuse_taken_folder(path, resume)
+    nearest = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise RunError(f"{nearest} is no folder that can be written to; choose another --out.")
 
 
 def refuse_taken_folder(path: Path, command: str) -> None:

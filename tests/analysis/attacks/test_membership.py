@@ -208,6 +208,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_the_worker_needs_torch_and_numpy_alone(digits, tmp_path):
     cell = prepare_cell(make_settings(train={"rounds": 2}), 3.0, PoolSize(4, 8, 4), digits)
     pack_cells(tmp_path / "job", [cell], digits)

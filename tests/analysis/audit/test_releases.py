@@ -40,6 +40,7 @@ def test_the_same_canaries_in_each_form_of_the_file_give_the_same(tmp_path):
         assert np.allclose(each.projections, found[0].projections)
 
 
+@pytest.mark.slow
 def test_right_releases_pass_and_those_with_half_the_noise_do_not(tmp_path, capsys):
     included, projections = draw(300)
     run = np.arange(300)

@@ -156,6 +156,8 @@ def _read_npz_array(archive: Any, key: str, path: Path) -> Any:
 def _describe(error: Exception) -> str:
     """What a library said, in one short line."""
     words = " ".join(str(error).split())[:200].rstrip(".")
+    if "allow_pickle" in words:  # NumPy's advice is to unpickle, which nobody should do with a file from outside
+        words = "it is no archive of plain arrays"
     return "it asks for more memory than there is" if isinstance(error, MemoryError) else words or type(error).__name__
 
 
