@@ -181,6 +181,11 @@ def test_a_party_keeps_log_lines_metrics_and_status(tmp_path):
     shown = "\n".join(status_page.format_status(status_page.read_status(tmp_path)))
     assert "NOT connected (clock): wrong" in shown
     assert "epsilon: " in shown
+    # Another cause is written at once, not when the file is due again.
+    health.cause, health.words = "revoked", "the key"
+    status.refresh()
+    shown = "\n".join(status_page.format_status(status_page.read_status(tmp_path)))
+    assert "NOT connected (revoked): the key" in shown
 
 
 def test_a_header_is_read_for_the_log_without_trust():

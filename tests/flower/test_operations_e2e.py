@@ -196,7 +196,7 @@ def test_an_operators_day(site):
     shown = site.run("status", "run")
     assert shown.returncode == 0
     assert "online" in shown.stdout
-    assert "revoked" in site.run("status", "c").stdout
+    site.wait_for(lambda: "revoked" in site.run("status", "c").stdout)
 
     events = [json.loads(line) for line in (site.folder / "coordinator.jsonl").read_text().splitlines()]
     assert sum(line["event"] == "round" for line in events) >= site.rounds() - 2

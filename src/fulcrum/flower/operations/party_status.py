@@ -31,7 +31,7 @@ class PartyStatus:
     monitor: Monitor
     node: Any = None
     _facts: dict[str, Any] = field(default_factory=dict)
-    _connected: bool | None = None
+    _connection: tuple[bool, str] | None = None
     _written: float = 0.0
 
     def __post_init__(self) -> None:
@@ -90,8 +90,9 @@ class PartyStatus:
         """Update party-status.json and the metrics; a change of the connection is a line of the log."""
         self.monitor.beat()
         health = getattr(self.node, "health", None)
-        if health is not None and health.connected != self._connected:
-            self._connected, force = health.connected, True
+        if health is not None and (health.connected, health.cause) != self._connection:
+            # Also where only the cause changed: a key that was revoked must not read as a broken line.
+            self._connection, force = (health.connected, health.cause), True
             self.monitor.event("connection", connected=health.connected, cause=health.cause, words=health.words)
         if not force and time.monotonic() - self._written < REFRESH_SECONDS:
             return
