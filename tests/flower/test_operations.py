@@ -7,6 +7,7 @@ import datetime
 import json
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -163,10 +164,8 @@ def test_a_party_keeps_log_lines_metrics_and_status(tmp_path):
         answer(toy_request(service, settings), False)
         answer(toy_request(service, settings, round=1, sigma=0.01), False)
         answer(Envelope(b"\xff" * 10), False)
-        health = type(
-            "Health", (), {"connected": False, "cause": "clock", "words": "wrong", "since": 0.0, "clock_ahead": 9.0}
-        )
-        status.attach(type("Node", (), {"health": health}))
+        health = SimpleNamespace(connected=False, cause="clock", words="wrong", since=0.0, clock_ahead=9.0)
+        status.attach(SimpleNamespace(health=health))
         assert monitor.ready() == (False, "clock: wrong")
         status.refresh(force=True)
     lines = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
