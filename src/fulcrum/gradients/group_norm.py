@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -99,17 +99,28 @@ class _Call:
         return ParameterGrads(both[0], both[1])
 
 
-class _GroupNorm(torch.autograd.Function):
-    """The output of a call; its backward pass hands out the gradient that `_Call.differentiate` found."""
+class GroupNormCall(Protocol):
+    """One call of a group norm, here or in `host_group_norm`."""
+
+    out: list[Tensor]
+    slope: Tensor | None
+
+    def differentiate(self, g: Tensor) -> ParameterGrads:
+        """The parameters' gradients from the output's; puts the input's into `slope`."""
+        ...
+
+
+class HeldGroupNorm(torch.autograd.Function):
+    """The output of a call; its backward pass hands out the gradient that `differentiate` found."""
 
     @staticmethod
-    def forward(ctx: Any, images: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, images: Tensor, call: GroupNormCall) -> Tensor:
         ctx.call = call
         return call.out.pop()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
-        call: _Call = ctx.call
+        call: GroupNormCall = ctx.call
         if call.slope is None:  # no hook asked for the parameters' gradients
             call.differentiate(grads[0])
         slope, call.slope = call.slope, None
@@ -146,4 +157,4 @@ def fused_group_norm(
     if not fused.launch_kernel("group_norm_kernel", len(kept) * given["BLOCKS"], tensors, given):
         return None
     call = _Call(kept, one, geometry, moments, [out])
-    return _GroupNorm.apply(images, call), call.differentiate  # type: ignore[no-untyped-call]
+    return HeldGroupNorm.apply(images, call), call.differentiate  # type: ignore[no-untyped-call]

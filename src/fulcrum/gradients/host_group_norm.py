@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fulcrum.gradients.group_norm import ParameterGrads
+from fulcrum.gradients.group_norm import HeldGroupNorm, ParameterGrads
 
 LARGE_IMAGE = 1024
 """Pixels from which PyTorch's forward pass is the faster one: it has another loop for these."""
@@ -108,23 +107,6 @@ def _to_images(rows: Tensor, shape: torch.Size) -> Tensor:
     return rows.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
 
 
-class _GroupNorm(torch.autograd.Function):
-    """The output of a call; its backward pass hands out the gradient that `_Call.differentiate` found."""
-
-    @staticmethod
-    def forward(ctx: Any, images: Tensor, call: _Call) -> Tensor:
-        ctx.call = call
-        return call.out.pop()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
-        call: _Call = ctx.call
-        if call.slope is None:  # no hook asked for the parameters' gradients
-            call.differentiate(grads[0])
-        slope, call.slope = call.slope, None
-        return slope, None
-
-
 def host_group_norm(
     images: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Callable[[Tensor], ParameterGrads]] | None:
@@ -143,7 +125,7 @@ def host_group_norm(
         out = out.detach()
         centre, rise = (each.detach().repeat_interleave(rows.channels // groups, dim=1) for each in moments)
     call = _Call(rows, rows.view(kept), centre, rise, own, [out])
-    return _GroupNorm.apply(images, call), call.differentiate  # type: ignore[no-untyped-call]
+    return HeldGroupNorm.apply(images, call), call.differentiate  # type: ignore[no-untyped-call]
 
 
 def _normalise(
