@@ -204,14 +204,14 @@ def test_moo_stays_the_more_the_rounds_are_merged() -> None:
     assert choice.compute_margin(10 / 3) > 5 * choice.MARGIN
 
 
-def play_by_step(stays: float, ahead: float, with_a_larger_batch: float):
-    """In a small batch steps shorter than moo's own are `ahead` of it; in a larger one by `with_a_larger_batch`."""
+def play_by_step(stays: float, ahead: float, with_a_larger_batch: float, longer: bool = False):
+    """In a small batch shorter (longer) steps than moo's own are `ahead`; in a larger one by `with_a_larger_batch`."""
 
     def play(self: Stage, candidates, rounds, tasks):
         gain = with_a_larger_batch if self.facts.batch > 40 else ahead
 
         def score(candidate: Candidate) -> float:
-            if candidate.mode == "follow" and candidate.step < 0.75 * stays:
+            if candidate.mode == "follow" and (candidate.step > stays if longer else candidate.step < 0.75 * stays):
                 return 90.0 + gain
             return 90.0 if candidate == Candidate("moo", 1.0, stays) else 86.0
 
@@ -231,6 +231,13 @@ def test_a_shorter_step_that_a_shrunken_batch_likes_is_checked_with_a_larger_one
     answer = choice.rehearse(known)
     assert answer.candidate.mode == chosen
     assert {text.split(":")[0] for text in answer.check} == {"moo", "follow"}
+    # A longer step has won in spite of the shrunken batch.
+    monkeypatch.setattr(choice, "climb_ladder", lambda stage, rounds: known.default_step * 2)
+    monkeypatch.setattr(Stage, "play", play_by_step(known.default_step, 3.0, larger, longer=True))
+    assert choice.rehearse(known).candidate.step > known.default_step
+    assert choice.rehearse(known).check == {}
+    monkeypatch.setattr(choice, "climb_ladder", lambda stage, rounds: known.default_step / 2)
+    monkeypatch.setattr(Stage, "play", play_by_step(known.default_step, 3.0, larger))
     # Without a check, as where the batch is the real one, the shorter step is taken.
     whole = dataclasses.replace(known, check_batch=known.batch)
     assert choice.rehearse(whole).candidate.mode == "follow"

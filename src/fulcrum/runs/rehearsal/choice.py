@@ -4,9 +4,10 @@
 2. Around the best step a finer grid: three steps times three C, then a step that falls to zero, one that follows the
    alignment, and moo's own adaptation from several first steps.
 3. The best few on further tasks and seeds, beside moo as it would be without a rehearsal.
-4. Where the small runs had to make do with a smaller batch than the real one: the winner against moo as it is, with a
-   larger batch. Sampling noise limits the step along the directions in which the loss bends, so that a shrunken batch
-   favours short steps; where the privacy noise is small, that is what decides.
+4. Where the small runs had to make do with a smaller batch than the real one, and a shorter step than moo's own won:
+   the winner against moo as it is, with a larger batch. Sampling noise limits the step along the directions in which
+   the loss bends, so that a shrunken batch favours short steps; where the privacy noise is small, that decides. A
+   longer step has won in spite of it.
 
 What counts is the mean regret over tasks in points, smoothed over neighbouring step lengths: a place on a plateau is
 worth more than the maximum of one noisy run. moo as it is stays unless something else is better by more than `MARGIN`,
@@ -118,7 +119,7 @@ def rehearse_on_stage(stage: Stage) -> Rehearsed:
     margin = compute_margin(facts.rounds / rounds)
     chosen = default if default in total and total[best] > total[default] - margin else best
     checked: dict[Candidate, float] = {}
-    if facts.has_check and default in total and chosen != default:
+    if facts.has_check and default in total and chosen.mean_step < default.mean_step:
         checked = play_check(stage, chosen, default)
         margin = compute_margin(facts.rounds / min(facts.rounds, CHECK_ROUNDS))
         chosen = default if checked[chosen] > checked[default] - margin else chosen
