@@ -1,6 +1,6 @@
 """What a shrunken batch does to the choice of a step: the same candidates on the same made-up tasks, batch by batch.
 
-    python benchmarks/rehearsal_batches.py --epsilon 6.38 --batches 64,256,1024 --tasks 3      # a minute per 256 records
+    python benchmarks/rehearsal_batches.py --epsilon 6.38 --batches 64,256,1024 --tasks 3     # a minute per 256 records
 
 The shape is the robustness study's: the MNIST CNN, ten parties, rate 0.05; noise in units of C is the real run's
 whatever the batch. Steps are multiples of moo's own first one. Needs the sizes of MNIST (FULCRUM_DATA), not its values.

@@ -247,7 +247,8 @@ def test_a_shorter_step_that_a_shrunken_batch_likes_is_checked_with_a_larger_one
 def test_the_check_has_the_noise_of_the_real_run_and_another_digest() -> None:
     known = read_rehearsal_facts(prepare_unrehearsed(settings_for(), make_data(count=900)))
     small, check = (facts.make_small_settings(each, 4, 0) for each in (known, known.enlarge()))
-    assert check.privacy.sigma / known.check_batch == pytest.approx(small.privacy.sigma / known.batch)
+    assert small.privacy.sigma is not None
+    assert check.privacy.sigma == pytest.approx(small.privacy.sigma * known.check_batch / known.batch)
     assert known.check_batch <= 900 * 0.2
     few = read_rehearsal_facts(prepare_unrehearsed(settings_for(), make_data(count=90)))
     assert not few.has_check  # the batch did not shrink
