@@ -29,8 +29,10 @@ from fulcrum.analysis.attacks.rates import choose_lr
 from fulcrum.analysis.attacks.shadows import run_cell
 from fulcrum.data import Dataset, from_arrays
 from fulcrum.errors import ConfigError, FulcrumError, RunError
+from fulcrum.runs.folder import current_utc_time
 from fulcrum.study.backends import TimeBudget
 from fulcrum.study.job import parse_shard
+from fulcrum.study.provenance import describe_command, get_source_commit
 from fulcrum.study.run_job import describe_machine, load_study_data
 
 CELLS_FILE = "cells.json"
@@ -112,9 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--lrs", default="", help="learning rates to choose from per cell, on records outside of its pool"
     )
     parser.add_argument("--plain-lrs", default="", help="the same for cells without privacy; default: --lrs")
+    parser.add_argument("--commit", default="", help="of the source, where no git tells it")
     parser.add_argument("--seconds", type=float, default=0.0, help="stop cleanly before this time is up; 0: no limit")
     words = parser.parse_args(argv)
     try:
+        words.command = describe_command("fulcrum.analysis.attacks.worker", argv)
         return _run(words)
     except FulcrumError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -151,7 +155,8 @@ def _run(words: argparse.Namespace) -> int:
             f"--cells {min(unknown)} is not in {words.folder}; it has {', '.join(c.name for c in cells)}."
         )
     chosen = [cell for cell in cells if cell.name in wanted][shard.index :: shard.count]
-    facts: dict[str, Any] = {**describe_machine(words.device), "backend": "stacked"}
+    facts: dict[str, Any] = {**describe_machine(words.device), "backend": "stacked", "date": current_utc_time()}
+    facts |= {"commit": words.commit or get_source_commit(), "command": words.command}
     left = 0
     for cell in chosen:
         if words.precision:
