@@ -238,6 +238,12 @@ def test_a_shorter_step_that_a_shrunken_batch_likes_is_checked_with_a_larger_one
     assert choice.rehearse(known).check == {}
     monkeypatch.setattr(choice, "climb_ladder", lambda stage, rounds: known.default_step / 2)
     monkeypatch.setattr(Stage, "play", play_by_step(known.default_step, 3.0, larger))
+    # Merged rounds err in both directions: a longer step is checked too where the check merges fewer.
+    merged = dataclasses.replace(known, rounds=200, effort=dataclasses.replace(known.effort, rounds=150))
+    stays, longer = Candidate("moo", 1.0, known.default_step), Candidate("plain", 0.1, known.default_step * 2)
+    assert choice.needs_check(merged, longer, stays)
+    assert not choice.needs_check(known, longer, stays)
+    assert dataclasses.replace(merged, check_batch=merged.batch).has_check
     # Without a check, as where the batch is the real one, the shorter step is taken.
     whole = dataclasses.replace(known, check_batch=known.batch)
     assert choice.rehearse(whole).candidate.mode == "follow"

@@ -4,10 +4,10 @@
 2. Around the best step a finer grid: three steps times three C, then a step that falls to zero, one that follows the
    alignment, and moo's own adaptation from several first steps.
 3. The best few on further tasks and seeds, beside moo as it would be without a rehearsal.
-4. Where the small runs had to make do with a smaller batch than the real one, and a shorter step than moo's own won:
-   the winner against moo as it is, with a larger batch. Sampling noise limits the step along the directions in which
-   the loss bends, so that a shrunken batch favours short steps; where the privacy noise is small, that decides. A
-   longer step has won in spite of it.
+4. Where batch or rounds had to shrink: the winner against moo as it is, with a larger batch and without merging up to
+   200 rounds. A shrunken batch favours short steps, since sampling noise moves the weights along the directions in
+   which the loss bends: where it alone shrank, only a step shorter than moo's own is checked, for a longer one has won
+   in spite of it. Merged rounds err in both directions, so there every winner is checked.
 
 What counts is the mean regret over tasks in points, smoothed over neighbouring step lengths: a place on a plateau is
 worth more than the maximum of one noisy run. moo as it is stays unless something else is better by more than `MARGIN`,
@@ -119,12 +119,17 @@ def rehearse_on_stage(stage: Stage) -> Rehearsed:
     margin = compute_margin(facts.rounds / rounds)
     chosen = default if default in total and total[best] > total[default] - margin else best
     checked: dict[Candidate, float] = {}
-    if facts.has_check and default in total and chosen.mean_step < default.mean_step:
+    if default in total and chosen != default and needs_check(facts, chosen, default):
         checked = play_check(stage, chosen, default)
         margin = compute_margin(facts.rounds / min(facts.rounds, CHECK_ROUNDS))
         chosen = default if checked[chosen] > checked[default] - margin else chosen
     took = round(time.monotonic() - began, 1)
     return Rehearsed(chosen, facts.digest(), _describe_all(total), took, _describe_all(checked))
+
+
+def needs_check(facts: RehearsalFacts, winner: Candidate, default: Candidate) -> bool:
+    """Whether the way in which the small run differs from the real one may have made the winner win."""
+    return facts.unmerges or (facts.has_check and winner.mean_step < default.mean_step)
 
 
 def play_check(stage: Stage, winner: Candidate, default: Candidate) -> dict[Candidate, float]:

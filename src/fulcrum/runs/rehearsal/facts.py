@@ -4,8 +4,8 @@ A rehearsal needs the real run's noise in units of C: the mean of a batch has no
 direction, whatever the batch is made of. So the small run may have fewer examples, and a noise multiplier that gives
 the same noise. What must not shrink: the number of rounds (longer steps meet the curvature of the loss), the batch much
 below a hundred (sampling moves the mean along the few directions in which the loss bends, where isotropic noise is
-small), and the skew between parties where they make several steps. A batch that had to shrink makes short steps look
-better than they are, so what wins there has to win once more with a larger one (`enlarge`).
+small), and the skew between parties where they make several steps. Where batch or rounds
+had to shrink all the same, what wins has to win once more in a check that is closer to the real run (`enlarge`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fulcrum.data import Dataset
 from fulcrum.data.made_up import DataFacts, read_data_facts
 from fulcrum.data.records import map_inputs
 from fulcrum.models.build import is_built_in
-from fulcrum.runs.rehearsal.effort import Effort, Load, choose_effort, estimate_check, estimate_work
+from fulcrum.runs.rehearsal.effort import CHECK_ROUNDS, Effort, Load, choose_effort, estimate_check, estimate_work
 from fulcrum.settings.derived import compute_local_steps
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation, make_model_facts
@@ -41,8 +41,7 @@ LEAST_EXAMPLES, MOST_EXAMPLES = 1500, 4000
 """Records of the small run, where so many are declared: about as many as give the real run's number of epochs."""
 TEST_EXAMPLES = 1000
 CHECK_TIMES = 4
-"""How many times larger the batch of the check is, up to the real run's: half of the sampling noise. A batch of 64 in
-place of 3,000 preferred half of the best step, and one of 256 did not (docs/rehearsal.md)."""
+"""How many times larger the batch of the check is, up to the real run's: half of the sampling noise."""
 LEAST_PARTY_BATCH = 8
 """Expected examples of a party's local step."""
 SKEWED_TASKS = ("classification", "binary")
@@ -99,8 +98,13 @@ class RehearsalFacts:
 
     @property
     def has_check(self) -> bool:
-        """Whether the batch of the small run had to shrink, so that what wins there is checked with a larger one."""
-        return self.check_batch > self.batch
+        """Whether a check would be closer to the real run than the small run is: in its batch or in its rounds."""
+        return self.check_batch > self.batch or self.unmerges
+
+    @property
+    def unmerges(self) -> bool:
+        """Whether a check merges fewer rounds than the small run does."""
+        return min(self.rounds, CHECK_ROUNDS) > min(self.rounds, self.effort.rounds)
 
     def enlarge(self) -> RehearsalFacts:
         """The facts of the check: a larger batch with the same noise in units of C, and more records alike."""
