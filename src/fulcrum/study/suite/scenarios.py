@@ -167,7 +167,8 @@ def select_part(suite: Suite, chosen: Sequence[str] = (), methods: Sequence[str]
     """A part of the suite; empty means all.
 
     chosen: names of scenarios, "development", "set-aside", "first-look" (set aside before, development now), "tiny"
-    (small enough for a test), or one of the failing classes. methods: rivals to keep; "default" for none; the grid and the default always stay. seeds: at most so many.
+    (small enough for a test), or one of the failing classes. methods: rivals to keep; "default" for none; the grid and
+    the default always stay. seeds: at most so many.
     """
     kept = []
     for word in chosen:
