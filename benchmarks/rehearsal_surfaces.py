@@ -27,7 +27,8 @@ import torch
 from fulcrum.engines.batched import run_many
 from fulcrum.runs import derive_federation
 from fulcrum.runs.rehearsal import Candidate, read_rehearsal_facts
-from fulcrum.runs.rehearsal.choice import rank, rehearse_on_stage, to_regrets
+from fulcrum.runs.rehearsal.choice import list_tasks, rank, rehearse_on_stage, to_regrets
+from fulcrum.runs.rehearsal.effort import CHECK_ROUNDS, CHECK_TASKS
 from fulcrum.runs.rehearsal.stage import Stage
 from fulcrum.settings.schema import Settings
 from fulcrum.study.job import StudyJob, job_from_json
@@ -59,8 +60,8 @@ class Player:
         self.device, self.stack = device, stack
         self.cache = DatasetCache()
 
-    def play(self, job: StudyJob, grid: bool) -> Iterator[Line]:
-        """The lines of one scenario."""
+    def play(self, job: StudyJob, grid: bool, most: int = REAL_CANDIDATES, check: bool = False) -> Iterator[Line]:
+        """The lines of one scenario. most: candidates on real data. check: all finalists as a check would play them."""
         seeds = range(6 if job.settings.train.rounds <= 50 else 4)
         if grid:
             yield from self._play_grid(job, "fixed", [{"C": C, "lr": lr} for C, lr in GRID], seeds)
@@ -77,7 +78,13 @@ class Player:
             for candidate, own in scores.items():
                 line = {"scenario": job.dataset, "row": "made-up", "stage": place, "rounds": length}
                 yield {**line, **asdict(candidate), "scores": {name: round(v, 2) for name, v in own.items()}}
-        yield from self._play_real(job, list_for_real_data(stage, answer.candidate), seeds)
+        if check and facts.has_check:
+            larger, longer = Stage(stage.facts.enlarge()), min(facts.rounds, CHECK_ROUNDS)
+            found = larger.play(list(stage.history[-1][1]), longer, list_tasks(CHECK_TASKS, 30))
+            for candidate, own in found.items():
+                line = {"scenario": job.dataset, "row": "check", "rounds": longer, "batch": larger.facts.batch}
+                yield {**line, **asdict(candidate), "scores": {name: round(v, 2) for name, v in own.items()}}
+        yield from self._play_real(job, list_for_real_data(stage, answer.candidate, most), seeds)
 
     def _play_grid(self, job: StudyJob, row: str, cells: Sequence[Line], seeds: Sequence[int]) -> Iterator[Line]:
         runs = [(words, seed) for words in cells for seed in seeds]
@@ -99,7 +106,8 @@ class Player:
             yield {"scenario": job.dataset, "data": "real", "row": "candidate", **words, "seed": seed, **found}
 
     def _prepare(self, job: StudyJob) -> Federation:
-        return prepare_job(job, self.cache, self.device, "tf32")
+        plain = job.settings.replace(clip={"rehearse": False})  # `play` rehearses by itself, once
+        return prepare_job(replace(job, settings=plain), self.cache, self.device, "tf32")
 
     def _train(self, federations: Sequence[Federation]) -> Iterator[Line]:
         size, left = self.stack, list(federations)
@@ -121,14 +129,14 @@ class Player:
                 yield {"score": round(100 * accuracy, 3), "loss": short, "seconds": share}
 
 
-def list_for_real_data(stage: Stage, chosen: Candidate) -> list[Candidate]:
+def list_for_real_data(stage: Stage, chosen: Candidate, most: int = REAL_CANDIDATES) -> list[Candidate]:
     """The chosen candidate, the other finalists, and the next best of the fine grid."""
     fine: dict[Candidate, dict[str, float]] = {}
     for _, scores in stage.history[:-1]:
         if any(int(name.rpartition("-")[2]) >= 10 for name in next(iter(scores.values()))):
             fine |= scores
     ranked = [candidate for candidate, _ in rank(to_regrets(fine), 0.2)]
-    return list(dict.fromkeys([chosen, *stage.history[-1][1], *ranked]))[:REAL_CANDIDATES]
+    return list(dict.fromkeys([chosen, *stage.history[-1][1], *ranked]))[:most]
 
 
 def estimate_cost(job: StudyJob) -> float:
@@ -278,6 +286,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--stack", type=int, default=150)
     parser.add_argument("--grid", action="store_true", help="the fixed grid and moo on the real data too")
+    parser.add_argument("--real", type=int, default=REAL_CANDIDATES, help="most candidates on real data")
+    parser.add_argument("--check", action="store_true", help="all finalists with the check's batch and rounds, too")
     parser.add_argument("--only", default="", help="a scenario's name, for a trial")
     words = parser.parse_args()
     if words.what == "prepare":
@@ -310,7 +320,7 @@ def main() -> None:
                 return
             start, lines = time.monotonic(), 0
             try:
-                for line in player.play(job, words.grid):
+                for line in player.play(job, words.grid, words.real, words.check):
                     file.write(json.dumps(line) + "\n")
                     lines += 1
             except Exception as error:
