@@ -29,6 +29,7 @@ from fulcrum.gradients.param_grads import (
     scratch_ranges,
     zero_masked_rows,
 )
+from fulcrum.gradients.pixel_grams import PixelProducts, multiply_pixels, plan_pixel_products
 from fulcrum.gradients.rounding import (
     SquaredNorms,
     add_error,
@@ -357,6 +358,17 @@ class ConvGrad:
         return plain and wide and self.weight.shape[1] >= SHIFTED_CHANNELS and math.prod(self.weight.shape[2:]) > 1
 
     @property
+    def pixel_products(self) -> PixelProducts | None:
+        """How inner products of patches are made of those of pixels; None where patches are as cheap, or on a GPU."""
+        if self.groups > 1 or self.a.is_cuda or not self.a.dtype == self.g.dtype == torch.float32:
+            return None
+        sizes = (tuple(self.a.shape[2:]), tuple(self.weight.shape[2:]), tuple(self.g.shape[2:]))
+        plan = plan_pixel_products(*sizes, self.stride, self.padding, self.dilation)
+        channels, *kernel = self.weight.shape[1:]
+        by_patches = self.positions**2 * channels * math.prod(kernel)
+        return plan if plan is not None and plan.cost(channels) < by_patches else None
+
+    @property
     def order(self) -> EntryOrder | None:
         """Entry order of the gradients, [groups, O, patch] each, with the patch as it was copied."""
         return _patch_entry_order(self.groups, self.weight) if self.copies_channels_last else None
@@ -500,6 +512,8 @@ def outer_squared_norms(part: LinearGrad | ConvGrad, fast: bool = False) -> Squa
     size, count = part.size, len(part.g)
     fast = fast and part.g.dtype != torch.float64
     by_ghost = size.prefers_ghost_norms or size.positions == 1
+    if fast and by_ghost and isinstance(part, ConvGrad) and part.pixel_products is not None:
+        return _pixel_squared_norms(part, part.pixel_products)
     ghost, written = (
         (fast_ghost_squared_norms, _fast_written_squared_norms)
         if fast
@@ -524,6 +538,15 @@ def outer_squared_norms(part: LinearGrad | ConvGrad, fast: bool = False) -> Squa
         if pieces
         else SquaredNorms(none, none, none)
     )
+
+
+def _pixel_squared_norms(part: ConvGrad, products: PixelProducts) -> SquaredNorms:
+    """As `fast_ghost_squared_norms` for a convolution, whose patches are not copied."""
+    pieces = []
+    for start, stop in scratch_ranges(len(part.g), 4 * 6 * part.positions**2, part.g.device):
+        gram = products.gram(part.a[start:stop])
+        pieces.append(from_fast_grams(gram, multiply_pixels(part.g[start:stop])))
+    return SquaredNorms(*(torch.cat(each) for each in zip(*pieces, strict=True)))
 
 
 def fast_ghost_squared_norms(inputs: Tensor, grads: Tensor) -> SquaredNorms:
