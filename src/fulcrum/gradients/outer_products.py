@@ -462,17 +462,18 @@ def _multiply_shifted(part: ConvGrad) -> BlockedGrad:
     inside = images[:, :, ph : height - ph, pw : wide - pw]
     rows = images.flatten(2).transpose(1, 2)  # [n, pixels, C]
     columns = slopes.flatten(2)[:, :, :positions]  # [n, O, positions]
+    filled = slopes[..., :across]
+    starts = [y * wide + x for y in range(kh) for x in range(kw)]
+    seen = [rows.as_strided((most, positions, channels), rows.stride(), n * channels) for n in starts]
     for start, stop in ranges:  # what is around stays zero
         count = stop - start
         if count < most:
-            inside, slopes, columns = inside[:count], slopes[:count], columns[:count]
+            inside, filled, columns = inside[:count], filled[:count], columns[:count]
+            seen = [view[:count] for view in seen]
         inside.copy_(part.a[start:stop])
-        slopes[..., :across].copy_(part.g[start:stop])
-        written = blocks[:, start:stop]
-        for place, block in enumerate(written.unbind()):
-            first = place // kw * wide + place % kw
-            seen = rows.as_strided((count, positions, channels), rows.stride(), first * rows.stride(1))
-            torch.bmm(columns, seen, out=block)
+        filled.copy_(part.g[start:stop])
+        for view, block in zip(seen, blocks[:, start:stop].unbind(), strict=True):
+            torch.bmm(columns, view, out=block)
     return BlockedGrad(blocks.flatten(2), EntryOrder((kh, kw, outputs, channels), (2, 3, 0, 1)))
 
 

@@ -84,7 +84,7 @@ class PixelProducts:
 
 
 def multiply_pixels(images: Tensor) -> Tensor:
-    """Inner products of the pixels of images [B, C, ...]: [B, pixels, pixels]. Either memory format is read as it is."""
+    """Inner products of the pixels of images [B, C, ...], in either memory format: [B, pixels, pixels]."""
     rows = images.movedim(1, -1).flatten(1, -2)  # [B, pixels, C]; a view unless pixels were left out
     return torch.bmm(rows, rows.transpose(1, 2))
 
