@@ -321,6 +321,10 @@ class FlowerEngine(Engine):
         if code == "budget":
             self._spent.add(client)
 
+    def pack_body(self, request: RoundRequest, state: RuleState) -> PackedBody:
+        """What travels to every party of a round."""
+        return pack_round_body(self.problem, request, state)
+
     def select_moving(self, state: RuleState) -> RuleState:
         """What of a clipping state travels with a round's request."""
         rule = self.problem.rule

@@ -102,8 +102,10 @@ class MaskedCoordinator:
     ) -> dict[int, Ready]:
         """Ask all parties to compute; those that report ready before the deadline, or soon after the quorum did."""
         engine = self.engine
+        shared = all(state is request.states[0] for state in request.states)
+        body = engine.pack_body(request, request.states[0]) if shared and request.states else None
         asks = {
-            k: engine._make_round_request(request, task, state, attempt)
+            k: engine._make_round_request(request, task, state, attempt, body)
             for k, (task, state) in tasks.items()
             if k not in engine.spent()
         }
@@ -139,10 +141,12 @@ class MaskedCoordinator:
         units = [engine.clients[k].units for k in clients]
         weights = compute_exact_weights(units, engine.settings.train.weights).tolist()
         rule = engine.problem.rule
-        lines, model = [], ""
+        _, common = tasks[clients[0]]  # a rule that may be masked has one state, the server's
+        model = digest_model(request.params, engine.select_moving(common))
+        reach = float(torch.linalg.vector_norm(sanitise_bounds(rule, rule.bounds(common)).C.double()))
+        lines = []
         for k, count, share in zip(clients, units, weights, strict=True):
-            task, state = tasks[k]
-            reach = float(torch.linalg.vector_norm(sanitise_bounds(rule, rule.bounds(state)).C.double()))
+            task, _ = tasks[k]
             weight = share / (task.rate * count)
             key = ready[k].key
             lines.append(
@@ -159,7 +163,6 @@ class MaskedCoordinator:
                     tau=compute_tau(weight, reach, task.sigma),
                 )
             )
-            model = digest_model(request.params, engine.select_moving(state))
         return make_manifest(engine.registry.run, request.round, attempt, self.colluders, model, lines)
 
     def _collect_messages(
