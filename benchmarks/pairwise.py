@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import resource
@@ -186,7 +187,7 @@ def serve(
 def marks_to_rows(marks: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     """Seconds of each round from the second after the skipped ones on; the last one, which evaluates, is left out."""
     kept = marks[SKIPPED - 1 : -1]
-    return [{name: after[name] - before[name] for name in after} for before, after in zip(kept, kept[1:], strict=False)]
+    return [{name: after[name] - before[name] for name in after} for before, after in itertools.pairwise(kept)]
 
 
 # --- in one process ---------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from fulcrum.flower.rule_terms import RuleTerms
 from fulcrum.flower.task_terms import training_settings
 from fulcrum.privacy.accounting import ACCOUNTANTS, Spend, check_accounting_terms
 from fulcrum.privacy.events import Event, Gaussian
+from fulcrum.privacy.plan.planning import check_masked_rule
 from fulcrum.settings.checks import check_settings
 from fulcrum.settings.schema import FORBID_EXTRA_FIELDS, Model, Privacy, Settings, TaskSettings, Train
 from fulcrum.settings.toml import parse_toml
@@ -235,6 +236,8 @@ def find_allowed_rule(terms: PartyTerms, name: str) -> ClipRule:
     rule = find_rule(name)
     if not (rule.sound and rule.private):
         raise ConfigError(f"terms: rule {name!r} is not sound and private, so it protects nobody; take it out.")
+    if terms.aggregation == "pairwise":  # whatever a coordinator proposes: masks hide the clipped sum and nothing else
+        check_masked_rule(terms_to_settings(terms, name).replace(privacy={"aggregation": "pairwise"}), rule)
     return rule
 
 
