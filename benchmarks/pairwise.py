@@ -1,9 +1,10 @@
 """What masks cost at K = 10: time and bytes of a round across machines, masked and plain, on the same work.
 
-    python benchmarks/pairwise.py                             # prints; about two minutes
+    python benchmarks/pairwise.py                             # prints; about four minutes
     python benchmarks/pairwise.py --tls --out results/bench-pairwise.json     # also over Flower with TLS; writes
 
-Coordinator and parties are those of `fulcrum serve` and `fulcrum party`, with the paper's CNN (26,010 parameters).
+Coordinator and parties are those of `fulcrum serve` and `fulcrum party`, with the paper's CNN (26,010 parameters) and
+its expected batch of 600 examples per party and round (3,000 records at rate 0.2).
 in-process   a dictionary stands in for the network, and one process plays all, one after the other: seconds are those
              of the work of ten parties and the coordinator, and bytes those of the messages.
 tls          Flower's SuperLink with TLS on loopback; ten parties, each with its own connection, in a second process.
@@ -237,14 +238,16 @@ def play_over_tls(aggregation: str, rounds: int, records: int) -> dict[str, Any]
         words += ["--only", aggregation, "--rounds", str(rounds), "--records", str(records)]
         parties = subprocess.Popen([*words, "--threads", str(torch.get_num_threads())], stdout=subprocess.PIPE)
         try:
-            address = run.ListenAddress("127.0.0.1", port, tls.certificate, tls.private_key)
+            address = run.ListenAddress(
+                "127.0.0.1", port, folder / "certs" / "server.crt", folder / "certs" / "server.key"
+            )
             marks = serve(folder, settings, data, public, address, link)
             out, _ = parties.communicate(timeout=120)
         finally:
             if parties.poll() is None:
                 parties.kill()
         count = links[0].server.count()
-    times = [json.loads(line) for line in out.decode().splitlines()]
+    times = [json.loads(line) for line in out.decode().splitlines() if line.startswith("{")]
     theirs = {int(each["round"]): each["cpu_seconds"] for each in times}
     rows = marks_to_rows(marks)
     for n, row in enumerate(rows):  # CPU seconds of the parties' process between the same two rounds
@@ -335,9 +338,9 @@ def measure(how: Any, rounds: int, records: int, repeats: int) -> tuple[dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=16)
-    parser.add_argument("--records", type=int, default=1500, help="per party")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each kind")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--records", type=int, default=3000, help="per party")
+    parser.add_argument("--repeats", type=int, default=4, help="runs of each kind")
     parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch, for both kinds")
     parser.add_argument("--tls", action="store_true", help="also over Flower with TLS, two runs of each kind")
     parser.add_argument("--out", type=Path)

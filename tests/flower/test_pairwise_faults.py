@@ -128,7 +128,7 @@ def test_a_party_that_dies_between_paying_and_masking_pays_once(tmp_path: Path, 
     settings = masked_settings(2)
     with federation(tmp_path, settings, simulation=False) as bus:
         trainer = bus.services[1].trainer
-        real, failed = trainer.release, []
+        real, failed = trainer.release, list[int]()
 
         def die(*given: Any) -> Any:
             if not failed:

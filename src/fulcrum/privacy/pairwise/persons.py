@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from functools import lru_cache
 
 import numpy as np
 
@@ -22,6 +23,7 @@ LARGEST_WIDTH = 500.0
 """Privacy losses are computed in steps up to this: exp of a step must be a number. Beyond, epsilon is in the 1e5."""
 
 
+@lru_cache(maxsize=256)  # a party writes its statement several times in a run, from the same plan
 def compute_pair_epsilon(first: Gaussian, second: Gaussian, delta: float) -> float:
     """Epsilon at delta of a person whose records are in both parties' sums of `count` rounds, by the mixture (PLD).
 
