@@ -16,6 +16,7 @@ from fulcrum.flower.consent import make_consent_text
 from fulcrum.flower.messages import Envelope, read_message_header
 from fulcrum.flower.pairwise import coordinator as masked
 from fulcrum.flower.pairwise.party import MaskedRounds
+from fulcrum.flower.prepare import make_served_settings
 from fulcrum.flower.proposals import accept_proposal, make_proposal
 from fulcrum.flower.refusals import TermsRefusal
 from fulcrum.flower.terms import find_allowed_rule, read_terms_file, terms_to_toml, validate_terms
@@ -188,6 +189,12 @@ def test_two_runs_at_one_party_never_mix(tmp_path: Path) -> None:
         with pytest.raises(TermsRefusal, match="no computed round"):
             service._masked.mask(service.trainer, terms, service.ledger, "run-1", 0, b"{}")
         assert service.ledger.entries("party-0") == []
+
+
+def test_a_fraction_of_colluders_is_of_the_registered_parties_however_many_join() -> None:
+    served = make_served_settings(masked_settings(2, colluders=0.5), 5, simulation=False)
+    assert served.privacy.colluders == 3.0
+    assert make_proposal(served, 3)["colluders"] == 3
 
 
 # --- what a party agrees to -------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class MaskedCoordinator:
             why = "; ".join(f"{', '.join(names)}: {describe_refusal(code)}" for code, names in named.items())
             raise RunError(
                 f"round {round + 1} needs {needed} parties that mask their messages, and some refuse ({why}); have "
-                "them pin each other's keys (fulcrum terms --peers), then continue with fulcrum serve --resume."
+                "their terms changed (fulcrum terms --peers pins keys), then continue with fulcrum serve --resume."
             )
 
     # --- who is ready -----------------------------------------------------------------------------
