@@ -19,7 +19,7 @@ from fulcrum.flower.pairwise.party import MaskedRounds
 from fulcrum.flower.prepare import make_served_settings
 from fulcrum.flower.proposals import accept_proposal, make_proposal
 from fulcrum.flower.refusals import TermsRefusal
-from fulcrum.flower.terms import find_allowed_rule, read_terms_file, terms_to_toml, validate_terms
+from fulcrum.flower.terms import find_rule_of_terms, read_terms_file, terms_to_toml, validate_terms
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.training import loop
 from fulcrum.training.void_attempts import VOID_DIGEST
@@ -211,7 +211,7 @@ def test_terms_with_masks_take_no_rule_that_says_more_than_the_sum(tmp_path: Pat
             accept_proposal("party-0", hostile, 50.0)
     terms = dataclasses.replace(toy_terms(masked_settings(2)), rules=("moo", rule))
     with pytest.raises(ConfigError, match="use moo or fixed"):
-        find_allowed_rule(terms, rule)  # again when a round names it
+        find_rule_of_terms(terms, rule)  # again when a run names it
     (tmp_path / "terms.toml").write_text(terms_to_toml(terms))
     with pytest.raises(ConfigError, match="use moo or fixed"):
         read_terms_file(tmp_path / "terms.toml")

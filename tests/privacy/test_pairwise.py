@@ -17,6 +17,7 @@ from fulcrum.privacy.pairwise import graph
 from fulcrum.privacy.pairwise.graph import COMPLETE_UP_TO, can_be_cut_off, is_connected_without, list_neighbours
 from fulcrum.privacy.pairwise.integers import (
     COARSEST,
+    add_keystreams,
     add_masks,
     choose_shared_grid,
     draw_mask,
@@ -166,6 +167,8 @@ def test_masks_cancel_bit_for_bit_and_hide_until_they_do(m: int) -> None:
         return add_masks(plain[k], pairs)
 
     messages = [masked(k) for k in range(count)]
+    streams = [(k < 2, bytes([min(k, 2) * 16 + max(k, 2)]) * 32) for k in range(count) if k != 2]
+    assert torch.equal(add_keystreams(plain[2], [(not earlier, key) for earlier, key in streams]), messages[2])
     assert torch.equal(sum_messages(messages), sum_messages(plain))
     assert not torch.equal(sum_messages(messages[:4]), sum_messages(plain[:4]))
     assert all((message == own).double().mean() < 0.01 for message, own in zip(messages, plain, strict=True))

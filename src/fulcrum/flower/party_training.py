@@ -24,7 +24,7 @@ from fulcrum.flower.messages import SimulatedStreams, compute_model_fingerprint
 from fulcrum.flower.party_canaries import PartyCanaries
 from fulcrum.flower.party_data import count_units, make_single_party_partition, make_stand_in
 from fulcrum.flower.task_terms import task_fingerprint
-from fulcrum.flower.terms import PartyTerms, find_allowed_rule, terms_to_settings
+from fulcrum.flower.terms import PartyTerms, find_rule_of_terms, terms_to_settings
 from fulcrum.gradients import retain_freed_memory
 from fulcrum.models.build import is_built_in
 from fulcrum.models.checks import validate_model
@@ -72,6 +72,7 @@ class LocalTrainer:
         self._given = dataset
         self._current: tuple[PartyRunFacts, TrainingProblem, Engine] | None = None
         self._step: tuple[PartyRunFacts, StepFn] | None = None
+        self._start: tuple[PartyRunFacts, RuleState] | None = None
         self._worker: ThreadPoolExecutor | None = None
 
     @cached_property
@@ -157,8 +158,10 @@ class LocalTrainer:
     def start_state(self, facts: PartyRunFacts) -> RuleState:
         """The rule's state at the start of a run: from this party's own terms and model, and nothing else."""
         problem = self.problem(facts)
-        state = problem.rule.init(self._make_settings(facts).clip, problem.shape)
-        return {name: value.to(self.device) for name, value in state.items()}
+        if self._start is None or self._start[0] != facts:
+            state = problem.rule.init(self._make_settings(facts).clip, problem.shape)
+            self._start = facts, {name: value.to(self.device) for name, value in state.items()}
+        return {name: value.clone() for name, value in self._start[1].items()}
 
     def complete_state(self, facts: PartyRunFacts, moved: RuleState, round: int, rounds: int) -> RuleState:
         """The state of a rule that the coordinator adapts. moved: what was received of it."""
@@ -205,7 +208,7 @@ class LocalTrainer:
                 make_single_party_partition(len(self.dataset.y), facts.client, self.name),
                 self.model,
                 self.device,
-                rule=find_allowed_rule(self.terms, facts.rule),
+                rule=find_rule_of_terms(self.terms, facts.rule),
                 randomness=SecureRandomness(facts.run)
                 if streams is None
                 else SeededRandomness(streams.seed, bind_stream_to_records(streams, self.dataset)),

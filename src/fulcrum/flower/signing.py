@@ -150,7 +150,6 @@ def _read_signer(digest: str, sealed: bytes) -> PublicKey:
     return key
 
 
-@lru_cache(maxsize=32)  # every answer of a server shows its certificate
 def load_certificate_key(der: bytes) -> PublicKey:
     """The public key of a certificate in DER, such as the one that a TLS server showed."""
     from cryptography import x509

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 MAX_ATTEMPTS = 8
 """Attempts at one round before the run stops; each costs those who sent a message what a round costs."""
 
+LAST_POLL_SECONDS = 0.005
+"""Seconds between two polls while one answer is missing: everybody waits for it, twice in a round."""
 LASTING_REFUSALS = ("peers", "colluders", "aggregation")
 """Refusals of a manifest that another attempt does not change. Each attempt would cost the others a round."""
 
@@ -316,6 +318,6 @@ class MaskedCoordinator:
                 break
             if len(found) >= wanted and not graced and wanted < len(asks):
                 end, graced = min(end, time.monotonic() + engine.stragglers.policy.grace), True
-            if asks.keys() - settled:
-                time.sleep(POLL_SECONDS)
+            if left := len(asks.keys() - settled):
+                time.sleep(POLL_SECONDS if left > 1 else LAST_POLL_SECONDS)
         return found

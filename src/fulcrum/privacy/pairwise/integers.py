@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fulcrum.privacy.exact_noise import release_rows_on_grid
 from fulcrum.rng import CipherRandomness, Randomness, StreamKey
-from fulcrum.rng.chacha import Nonce, draw_words
+from fulcrum.rng.chacha import Nonce, draw_words, open_stream
 from fulcrum.types import MessageTerms
 
 COARSEST = 16
@@ -111,6 +111,20 @@ def unpack_message(content: Tensor, bits: int) -> Tensor:
     whole = np.zeros((len(given), 4), dtype=np.uint8)
     whole[:, : bits // 8] = given
     return torch.from_numpy(whole.reshape(-1).view("<i4").astype(np.int32))
+
+
+def add_keystreams(message: Tensor, streams: Iterable[tuple[bool, bytes]]) -> Tensor:
+    """The message int32 [m] with the masks of these keys, as `add_masks` and `draw_mask` make them at nonce (0, 0, 0).
+
+    streams: (whether the mask is added, else taken off; its key). One buffer serves all masks.
+    """
+    total = message.detach().cpu().contiguous().numpy().view(np.uint32).copy()
+    words = torch.empty(-(-len(total) // 2), dtype=torch.int64)
+    own = words.numpy().view(np.uint32)[: len(total)]
+    for added, key in streams:
+        open_stream(key, (0, 0, 0))(words)
+        (np.add if added else np.subtract)(total, own, out=total)
+    return torch.from_numpy(total.view(np.int32)).to(message.device)
 
 
 def draw_mask(key: bytes, nonce: Nonce, count: int, device: torch.device | str = "cpu") -> Tensor:
