@@ -110,7 +110,7 @@ def check(
 
     client: a function client(params, data, seed), a factory make(data, seed) of (model, optimizer, loader) or of a
     Flower client, or "package.module:name" of one. claims: what the code says that it does (`Claims`). replays: calls
-    per data set, of which there are about eight. level: the chance of any alarm on code that does what it claims. seed:
+    per data set, of which there are about ten. level: the chance of any alarm on code that does what it claims. seed:
     of the first call; each call has the next one.
     """
     stated = claims if isinstance(claims, Claims) else make_claims(claims)
