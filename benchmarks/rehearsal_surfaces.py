@@ -217,12 +217,16 @@ def make_report(folder: Path) -> str:
 
 
 def take_shards(folder: Path, shards: Sequence[Path]) -> int:
-    """Write development/default.jsonl.gz from the results of `fulcrum.study.suite.shards run`; returns the runs."""
+    """Write development/default.jsonl.gz from the results of `fulcrum.study.suite.shards run`; returns the runs.
+
+    Scenarios that the shards do not have keep the runs that are there."""
     from fulcrum.study.store import load_results
 
-    lines: list[Line] = []
     known: set[str] = set()
     found = sorted(load_results(shards).values(), key=lambda record: (record["dataset"], record["seed"]))
+    again, file = {record["dataset"] for record in found}, folder / "development" / "default.jsonl.gz"
+    stored = gzip.decompress(file.read_bytes()).decode().splitlines() if file.is_file() else []
+    lines: list[Line] = [line for line in map(json.loads, stored) if line["scenario"] not in again]
     for record in found:
         name = record["dataset"]
         if name not in known and record.get("rehearsed"):
@@ -233,7 +237,7 @@ def take_shards(folder: Path, shards: Sequence[Path]) -> int:
         own = {"seed": record["seed"], "score": score, "seconds": record["seconds"], "commit": record["commit"]}
         lines.append({"scenario": name, "row": "default", **own})
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "development" / "default.jsonl.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+    file.write_bytes(gzip.compress(text.encode(), mtime=0))
     return len(found)
 
 

@@ -28,14 +28,14 @@ ADVISED = {
 STUDY, ROW = "zero-trials", "moo-zero-trials"
 
 
-def list_cells(only: str, rounds: int) -> list[Words]:
-    """Data set, epsilon and settings of each cell."""
+def list_cells(only: str, rounds: int, at: float = 0.0) -> list[Words]:
+    """Data set, epsilon and settings of each cell; at: one epsilon alone."""
     from fulcrum.settings.schema import Settings
 
     found = []
     accountant = "pld" if importlib.util.find_spec("dp_accounting") else "rdp"
     for source in (only,) if only else ("mnist", "fashion-mnist", "cifar10"):
-        for epsilon in (1.64, 3.61, 6.38):
+        for epsilon in (at,) if at else (1.64, 3.61, 6.38):
             settings = Settings(method="moo").replace(
                 data={"source": source, "parties": 10, "partition": "dirichlet", "alpha": 0.5},
                 train={"rounds": rounds},
@@ -99,13 +99,14 @@ def main() -> None:
     parser.add_argument("advice", type=Path, nargs="?")
     parser.add_argument("--out", type=Path, default=Path("advice.json"))
     parser.add_argument("--only", default="", help="one data set")
+    parser.add_argument("--epsilon", type=float, default=0.0, help="one epsilon")
     parser.add_argument("--rounds", type=int, default=200, help="the most rounds")
     parser.add_argument("--folder", type=Path, help="for take: where the study's files are; default: the package")
     words = parser.parse_args()
     if words.what == "take":
         print(f"wrote {take(words.advice or words.out, words.folder)}")
         return
-    advise_cells(list_cells(words.only, words.rounds), words.out)
+    advise_cells(list_cells(words.only, words.rounds, words.epsilon), words.out)
 
 
 if __name__ == "__main__":

@@ -204,6 +204,64 @@ def test_moo_stays_the_more_the_rounds_are_merged() -> None:
     assert choice.compute_margin(10 / 3) > 5 * choice.MARGIN
 
 
+def play_by_step(stays: float, ahead: float, with_a_larger_batch: float, longer: bool = False):
+    """In a small batch shorter (longer) steps than moo's own are `ahead`; in a larger one by `with_a_larger_batch`."""
+
+    def play(self: Stage, candidates, rounds, tasks):
+        gain = with_a_larger_batch if self.facts.batch > 40 else ahead
+
+        def score(candidate: Candidate) -> float:
+            if candidate.mode == "follow" and (candidate.step > stays if longer else candidate.step < 0.75 * stays):
+                return 90.0 + gain
+            return 90.0 if candidate == Candidate("moo", 1.0, stays) else 86.0
+
+        return {each: {str(task): score(each) for task in tasks} for each in candidates}
+
+    return play
+
+
+@pytest.mark.parametrize(("larger", "chosen"), [(-1.0, "moo"), (0.5, "moo"), (3.0, "follow")])
+def test_a_shorter_step_that_a_shrunken_batch_likes_is_checked_with_a_larger_one(
+    monkeypatch: pytest.MonkeyPatch, larger: float, chosen: str
+) -> None:
+    known = read_rehearsal_facts(prepare_unrehearsed(settings_for(), make_data(count=900)))
+    assert (known.batch, known.check_batch) == (40, 160)
+    monkeypatch.setattr(choice, "climb_ladder", lambda stage, rounds: known.default_step / 2)
+    monkeypatch.setattr(Stage, "play", play_by_step(known.default_step, 3.0, larger))
+    answer = choice.rehearse(known)
+    assert answer.candidate.mode == chosen
+    assert {text.split(":")[0] for text in answer.check} == {"moo", "follow"}
+    # A longer step has won in spite of the shrunken batch.
+    monkeypatch.setattr(choice, "climb_ladder", lambda stage, rounds: known.default_step * 2)
+    monkeypatch.setattr(Stage, "play", play_by_step(known.default_step, 3.0, larger, longer=True))
+    assert choice.rehearse(known).candidate.step > known.default_step
+    assert choice.rehearse(known).check == {}
+    monkeypatch.setattr(choice, "climb_ladder", lambda stage, rounds: known.default_step / 2)
+    monkeypatch.setattr(Stage, "play", play_by_step(known.default_step, 3.0, larger))
+    # Merged rounds err in both directions: a longer step is checked too where the check merges fewer.
+    merged = dataclasses.replace(known, rounds=200, effort=dataclasses.replace(known.effort, rounds=150))
+    stays, longer = Candidate("moo", 1.0, known.default_step), Candidate("plain", 0.1, known.default_step * 2)
+    assert choice.needs_check(merged, longer, stays)
+    assert not choice.needs_check(known, longer, stays)
+    assert dataclasses.replace(merged, check_batch=merged.batch).has_check
+    # Without a check, as where the batch is the real one, the shorter step is taken.
+    whole = dataclasses.replace(known, check_batch=known.batch)
+    assert choice.rehearse(whole).candidate.mode == "follow"
+    assert choice.rehearse(whole).check == {}
+
+
+def test_the_check_has_the_noise_of_the_real_run_and_another_digest() -> None:
+    known = read_rehearsal_facts(prepare_unrehearsed(settings_for(), make_data(count=900)))
+    small, check = (facts.make_small_settings(each, 4, 0) for each in (known, known.enlarge()))
+    assert small.privacy.sigma is not None
+    assert check.privacy.sigma == pytest.approx(small.privacy.sigma * known.check_batch / known.batch)
+    assert known.check_batch <= 900 * 0.2
+    few = read_rehearsal_facts(prepare_unrehearsed(settings_for(), make_data(count=90)))
+    assert not few.has_check  # the batch did not shrink
+    assert dataclasses.replace(known, check_batch=80).digest() != known.digest()
+    assert known.estimate_work() > dataclasses.replace(known, check_batch=known.batch).estimate_work()
+
+
 def test_a_ladder_grows_where_its_best_step_is_at_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     known = read_rehearsal_facts(prepare_unrehearsed(settings_for(), make_data()))
     monkeypatch.setattr(choice, "LADDER_SCALES", (0.25, 1.0, 4.0))

@@ -45,6 +45,14 @@ def parse_epsilons(text: str) -> list[float | None]:
     return found
 
 
+def parse_plain(words: Sequence[str]) -> dict[str, Any]:
+    """["steps=5"] -> {"steps": 5}, by the settings' own reader."""
+    from fulcrum.settings.reading import parse_assignment_option
+
+    found = dict(parse_assignment_option(f"train.{word}") for word in words)
+    return {name.removeprefix("train."): value for name, value in found.items()}
+
+
 @app.command()
 @with_settings
 def membership(
@@ -59,8 +67,21 @@ def membership(
         int, typer.Option("--candidates", min=4, help="Records per party that may be members.")
     ] = 100,
     controls: Annotated[int, typer.Option("--controls", min=1, help="Records per party that are never members.")] = 25,
+    common: Annotated[
+        int, typer.Option("--common", min=0, help="Records per party that are in every federation, not attacked.")
+    ] = 0,
+    known: Annotated[
+        int | None,
+        typer.Option("--known", min=0, help="Of these, on the list of the server that has one; default: all."),
+    ] = None,
     plain_lr: Annotated[
         float | None, typer.Option("--plain-lr", help="Learning rate of the cell without privacy; default: train.lr.")
+    ] = None,
+    plain_train: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--plain", metavar="KEY=VALUE", help="A value of [train] of the cell without privacy, as steps=5."
+        ),
     ] = None,
     stack: Annotated[int, typer.Option("--stack", min=1, help="Federations in one tensor program.")] = 64,
     out: Annotated[
@@ -74,6 +95,9 @@ def membership(
         Path | None,
         typer.Option("--prepare", help="Only write cells and records for another machine into this folder."),
     ] = None,
+    no_records: Annotated[
+        bool, typer.Option("--no-records", help="With --prepare: no records; the other machine has the data set.")
+    ] = False,
     scored: Annotated[
         Path | None, typer.Option("--scored", help="Attack pools that another machine trained; no other settings.")
     ] = None,
@@ -93,16 +117,16 @@ def membership(
     if scored is not None:
         reports = [attack_pool(scores) for scores in _read_pools(scored)]
     else:
-        size, wanted = PoolSize(shadows, candidates, controls), parse_epsilons(epsilons)
+        size, wanted = PoolSize(shadows, candidates, controls, common, known), parse_epsilons(epsilons)
         more = {"run.seed": seed, "privacy.epsilon": next((e for e in wanted if e is not None), 1.0)}
         settings: Settings = make_settings(method, more)
-        plain = {} if plain_lr is None else {"lr": plain_lr}
+        plain = {**parse_plain(plain_train or []), **({} if plain_lr is None else {"lr": plain_lr})}
         if prepare is not None:
             from fulcrum.analysis.attacks.worker import pack_cells
 
             dataset = load_attack_data(settings)
             cells = [prepare_cell(settings, epsilon, size, dataset, plain) for epsilon in wanted]
-            for path in pack_cells(prepare, cells, dataset):
+            for path in pack_cells(prepare, cells, dataset, not no_records):
                 view.print_line(str(path))
             view.print_message(f"next: python -m fulcrum.analysis.attacks.worker {prepare} --out FOLDER", quiet)
             return
@@ -155,7 +179,8 @@ def inversion(
         texts = attack_tokens(settings, wanted, size, dataset=dataset, say=say)
     else:
         rows = attack_inversion(settings, wanted, size, split_comma_list(attacks), dataset=dataset, say=say)
-    facts = pages.inversion_to_json(rows, texts, {name: vars(getattr(settings, name)) for name in ("train", "clip")})
+    chosen = {name: vars(getattr(settings, name)) for name in ("train", "clip")}
+    facts = pages.inversion_to_json(rows, texts, chosen, seed)
     if report is not None:
         report.parent.mkdir(parents=True, exist_ok=True)
         record.write_file_atomically(report, record.to_json_text(facts).encode())

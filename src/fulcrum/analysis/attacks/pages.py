@@ -68,15 +68,19 @@ def report_to_json(reports: Sequence[CellReport], device: str = "auto") -> dict[
 
 
 def inversion_to_json(
-    rows: Sequence[InversionRow], texts: Sequence[TokensRow] = (), settings: Mapping[str, Any] | None = None
+    rows: Sequence[InversionRow],
+    texts: Sequence[TokensRow] = (),
+    settings: Mapping[str, Any] | None = None,
+    seed: int = 0,
 ) -> dict[str, Any]:
-    """Both tables of gradient inversion, and where and how they were made."""
+    """Both tables of gradient inversion, and where and how they were made. seed: the settings' run.seed."""
     return {
         "kind": "inversion",
         "command": get_command_line(),
         "date": record.current_utc_time(),
         "commit": get_source_commit(),
         "machine": describe_machine("cpu"),
+        "seeds": [seed],
         "images": [row.to_json() for row in rows],
         "tokens": [row.to_json() for row in texts],
         "settings": dict(settings or {}),

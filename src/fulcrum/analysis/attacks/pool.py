@@ -3,7 +3,8 @@
 Every party has its candidates and its controls, drawn from the same records. A candidate is a member of each federation
 with probability 1/2, by a coin of its own: the number of federations that hold it says nothing about any one of them.
 Controls, the non-members' twins, are never members of any federation, and have coins all the same: an attack that
-tells their coins apart is wrong.
+tells their coins apart is wrong. Common records are in every federation and are not attacked: with them a party can be
+as large as models need, however few of its records take turns.
 """
 
 from __future__ import annotations
@@ -37,11 +38,21 @@ SEED_STRIDE = 1_000_003
 
 @dataclass(frozen=True)
 class PoolSize:
-    """How large a pool is. candidates, controls: records per party, on average; shadows: federations."""
+    """How large a pool is. candidates, controls, common: records per party, on average; shadows: federations.
+
+    known: how many of a party's common records the server has on its list, beside all candidates; None: all.
+    """
 
     shadows: int = 64
     candidates: int = 100
     controls: int = 20
+    common: int = 0
+    known: int | None = None
+
+    @property
+    def per_party(self) -> int:
+        """Records of a party, members or not."""
+        return self.candidates + self.controls + self.common
 
     def check(self) -> None:
         """ConfigError where an attack could not be measured."""
@@ -52,26 +63,34 @@ class PoolSize:
                 f"candidates = {self.candidates} and controls = {self.controls} per party are too few; take at least "
                 "4 candidates and 1 control."
             )
+        if self.common < 0:
+            raise ConfigError(f"common = {self.common} records per party; give 0 or more.")
 
 
 @dataclass(frozen=True, eq=False)
 class ShadowPool:
     """The records of a pool, N in all, and the coins of S federations.
 
-    base: a federation over all of the records. party [N]: who holds each record. control [N]: never a member. coins
-    [S, N]: membership of candidates; of controls, coins without a meaning.
+    base: a federation over all of the records. party [N]: who holds each record. control [N]: never a member. common
+    [N]: always a member. coins [S, N]: membership of candidates; of the others, coins without a meaning.
     """
 
     base: Federation
     party: IntArray
     control: BoolArray
+    common: BoolArray
     coins: BoolArray
 
     @property
     def members(self) -> BoolArray:
         """Which records each federation trains on: [S, N]."""
-        held: BoolArray = self.coins & ~self.control
+        held: BoolArray = (self.coins & ~self.control) | self.common
         return held
+
+    @property
+    def watched(self) -> IntArray:
+        """The rows that are attacked, in order: candidates and controls."""
+        return np.flatnonzero(~self.common)
 
     @property
     def parties(self) -> int:
@@ -85,14 +104,23 @@ def take_pool_records(dataset: Dataset, settings: Settings, size: PoolSize, seed
     refuse_without_ledger(dataset)
     if dataset.person is not None:
         raise DataError(f"{dataset.name} has several records per person; membership is attacked record by record.")
-    wanted, have = settings.data.parties * (size.candidates + size.controls), len(dataset.records)
+    wanted, have = settings.data.parties * size.per_party, len(dataset.records)
     if wanted > have:
         raise ConfigError(
-            f"{settings.data.parties} parties with {size.candidates} candidates and {size.controls} controls each need "
-            f"{wanted:,} records, and {dataset.name} has {have:,}; take at most "
+            f"{settings.data.parties} parties with {size.candidates} candidates, {size.controls} controls and "
+            f"{size.common} common records each need {wanted:,} records, and {dataset.name} has {have:,}; take at most "
             f"{have // settings.data.parties} per party."
         )
-    rows = numpy_generator(seed, "attack", "pool").permutation(have)[:wanted]
+    return _take_rows(dataset, order_records(dataset, seed)[:wanted])
+
+
+def order_records(dataset: Dataset, seed: int) -> IntArray:
+    """The training records in random order: a pool has the first of them, and the rest are in no federation."""
+    order: IntArray = numpy_generator(seed, "attack", "pool").permutation(len(dataset.records))
+    return order
+
+
+def _take_rows(dataset: Dataset, rows: IntArray) -> Dataset:
     part = dataclasses.replace(dataset, train=dataset.records.take(torch.from_numpy(np.sort(rows))))
     return dataclasses.replace(part, fingerprint=compute_dataset_fingerprint(part))
 
@@ -101,15 +129,16 @@ def make_pool(base: Federation, size: PoolSize, seed: int) -> ShadowPool:
     """The pool over the parties of a federation that was prepared on all of the pool's records."""
     partition = base.problem.partition
     party = np.zeros(len(partition.order), dtype=np.int64)
-    control = np.zeros(len(partition.order), dtype=bool)
-    share = size.controls / (size.candidates + size.controls)
+    control, common = (np.zeros(len(partition.order), dtype=bool) for _ in range(2))
     for k in range(partition.parties):
         rows = partition.indices(k).numpy()
         party[rows] = k
         chosen = numpy_generator(seed, "attack", "controls", k).permutation(rows)
-        control[chosen[: max(1, round(share * len(rows)))]] = True
+        controls = max(1, round(size.controls / size.per_party * len(rows)))
+        control[chosen[:controls]] = True
+        common[chosen[controls : controls + round(size.common / size.per_party * len(rows))]] = True
     coins = numpy_generator(seed, "attack", "coins").random((size.shadows, len(party))) < 0.5
-    pool = ShadowPool(base, party, control, coins)
+    pool = ShadowPool(base, party, control, common, coins)
     for k in range(pool.parties):
         if not pool.members[:, party == k].any(axis=1).all():
             raise ConfigError(f"party {k} would have no record in one of the federations; take more candidates.")

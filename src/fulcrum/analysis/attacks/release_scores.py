@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fulcrum.analysis.attacks.cells import ScoreArray
-from fulcrum.analysis.attacks.pool import IntArray
+from fulcrum.analysis.attacks.pool import BoolArray, IntArray
 from fulcrum.engines.batched.server import BatchedServer
 from fulcrum.engines.stacked.core import MatrixTape, find_piece_budget
 from fulcrum.engines.stacked.sampling import select_row_on_device
@@ -35,7 +35,8 @@ JOINT_ITERATIONS = 64
 """Steps of conjugate gradients: a fixed number, so that the program can be recorded."""
 LEAST_RIDGE = 1e-3
 """Smallest ridge, in units of the mean squared gradient: for releases without noise."""
-
+MATRIX_BYTES = 6 * 2**30
+"""The most for gradients that are written out, so that several processes fit on one GPU."""
 
 Tape = StackedTape | RecordedTape | MatrixTape
 
@@ -43,34 +44,49 @@ Tape = StackedTape | RecordedTape | MatrixTape
 class ReleaseScorer:
     """A `ReleaseWatch` that adds up scores [5, R, N] of all records of a pool, against their own party's releases."""
 
-    def __init__(self, party: IntArray) -> None:
-        """party [N]: who holds each record of the data set."""
-        parties, most = int(party.max()) + 1, int(np.bincount(party).max())
-        rows = np.zeros((parties, most), dtype=np.int64)
-        self.places: list[IntArray] = []
-        for k in range(parties):
-            own = np.flatnonzero(party == k)
-            rows[k, : len(own)] = own
-            self.places.append(own)
+    def __init__(self, party: IntArray, common: BoolArray | None = None, known: int | None = None) -> None:
+        """party [N]: who holds each record of the data set. common [N]: in every federation, and not scored.
+
+        known: how many of each party's common records are on the server's list; None: all. They stand for the rest.
+        """
+        common = np.zeros(len(party), dtype=bool) if common is None else common
+        self.scored = np.flatnonzero(~common)
+        lists = []
+        for k in range(int(party.max()) + 1):
+            own, others = np.flatnonzero((party == k) & ~common), np.flatnonzero((party == k) & common)
+            lists.append((own, others[:known], len(others)))
+        most = max(len(own) + len(listed) for own, listed, _ in lists)
+        rows = np.zeros((len(lists), most), dtype=np.int64)
+        held, copies = np.zeros(rows.shape), np.zeros(rows.shape)
+        for k, (own, listed, total) in enumerate(lists):
+            end = len(own) + len(listed)
+            rows[k, :end] = np.concatenate([own, listed])
+            held[k, :end] = np.repeat([0.5, 1.0], [len(own), len(listed)])
+            copies[k, :end] = np.repeat([1.0, total / max(1, len(listed))], [len(own), len(listed)])
+        self.owned = [own for own, _, _ in lists]
         self.rows = torch.from_numpy(rows)  # [K, n], padded with row 0, whose score nobody reads
-        self.real = torch.arange(most) < torch.tensor([[len(own)] for own in self.places])
+        # Each record's chance to be in the party's data, and how many records it stands for; 0 for padding.
+        self.held, self.copies = torch.from_numpy(held), torch.from_numpy(copies)
 
     def begin(self, server: BatchedServer, steps: int) -> None:
         """Allocates the sums."""
         self.server, self.steps, device = server, float(steps), server.device
-        self.rows, self.real = self.rows.to(device), self.real.to(device)
+        self.rows = self.rows.to(device)
         runs, (parties, count) = len(server.theta), self.rows.shape
         self.sums = torch.zeros((len(STATISTICS), runs, parties, count), device=device)
         plans = [federation.plan for federation in server.federations]
         tasks = [[plan.assignment(k, 0, 1.0) for k in range(parties)] for plan in plans]
         batch = [[task.rate * plan.units(task.client) for task in own] for plan, own in zip(plans, tasks, strict=True)]
         self.batch = torch.tensor(batch, dtype=torch.float32).to(device)  # [R, K]
-        # A candidate is a member with probability 1/2 and then in a sample with probability q.
-        chance = torch.tensor([[task.rate / 2 for task in own] for own in tasks])
+        # A candidate is a member with probability 1/2 and then in a sample with probability q: coefficients of a
+        # release have this mean and this standard deviation, [R, K, n].
+        rate = torch.tensor([[task.rate for task in own] for own in tasks], dtype=torch.float64)
+        chance = rate[:, :, None] * self.held
+        self.mean = (chance * self.copies).float().to(device)
+        self.spread = (chance * (1 - chance) * self.copies).sqrt().float().to(device)
         sigma = torch.tensor([[task.sigma for task in own] for own in tasks])
-        self.chance = chance.float().to(device)
-        self.ridge = (sigma.square() / (chance * (1 - chance))).float().to(device)
-        self.joint_rows = max(1, find_piece_budget(device) // (16 * server.theta.shape[1]))
+        self.variance = sigma.square().float().to(device)
+        self.joint_rows = max(1, min(find_piece_budget(device), MATRIX_BYTES) // (16 * server.theta.shape[1]))
 
     def list_state_tensors(self) -> list[Tensor]:
         """The sums."""
@@ -104,24 +120,23 @@ class ReleaseScorer:
     def _estimate_jointly(self, tape: Tape, seen: Tensor, clipped: Tensor, s: slice, k: slice) -> Tensor:
         """Coefficients of all candidates in the releases seen [S, M, d], less their expectation: [S, M n]."""
         matrix = tape.gradients if isinstance(tape, MatrixTape) else tape.matrix()
-        runs, parties, dim = seen.shape
-        weights = (clipped * self.real[k].flatten()).reshape(-1, 1)
-        gradients = (matrix * weights).view(runs * parties, -1, dim)
+        runs, dim = len(seen), seen.shape[2]
+        spread, mean = self.spread[s, k].flatten(0, 1), self.mean[s, k].flatten(0, 1)  # [S M, n]
+        gradients = (matrix * (clipped.view(spread.shape) * spread).reshape(-1, 1)).view(*spread.shape, dim)
         gram = torch.bmm(gradients, gradients.transpose(1, 2))
-        chance = self.chance[s, k].reshape(-1, 1)
         along = torch.bmm(gradients, seen.reshape(-1, dim, 1))[:, :, 0]
+        expected = torch.bmm(gram, (mean / spread.clamp_min(1e-12))[:, :, None])[:, :, 0]
         least = LEAST_RIDGE * gram.diagonal(dim1=1, dim2=2).mean(dim=1, keepdim=True)
-        ridge = torch.maximum(self.ridge[s, k].reshape(-1, 1), least)
-        return solve_ridge(gram, ridge, along - chance * gram.sum(dim=2)).view(runs, -1)
+        ridge = torch.maximum(self.variance[s, k].reshape(-1, 1), least)
+        return (spread * solve_ridge(gram, ridge, along - expected)).view(runs, -1)
 
     def collect(self) -> dict[str, ScoreArray]:
-        """The scores by statistic, [R, N] float32."""
+        """The scores by statistic, [R, number of scored records] float32."""
         sums = self.sums.cpu().numpy()
-        total = sum(map(len, self.places))
-        found = {name: np.zeros((sums.shape[1], total), dtype=np.float32) for name in STATISTICS}
+        found = {name: np.zeros((sums.shape[1], len(self.scored)), dtype=np.float32) for name in STATISTICS}
         for i, name in enumerate(STATISTICS):
-            for k, own in enumerate(self.places):
-                found[name][:, own] = sums[i, :, k, : len(own)]
+            for k, own in enumerate(self.owned):
+                found[name][:, np.searchsorted(self.scored, own)] = sums[i, :, k, : len(own)]
         return found
 
 

@@ -29,9 +29,13 @@ def measure_confidence(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measure_models(problem: TrainingProblem, models: Tensor) -> Tensor:
-    """Confidence [R, N] of models [R, d] in all N training records of a problem's data set; float32 on the host."""
+def measure_models(problem: TrainingProblem, models: Tensor, chosen: Tensor | None = None) -> Tensor:
+    """Confidence [R, N] of models [R, d] in N training records of a problem's data set; float32 on the host.
+
+    chosen [N]: their rows; None: all.
+    """
     records, device = problem.dataset.records, problem.device
+    records = records if chosen is None else records.take(chosen)
     found = torch.zeros((len(models), len(records)))
     problem.model.eval()
     for start in range(0, len(records), BLOCK):

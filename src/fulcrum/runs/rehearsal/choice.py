@@ -4,9 +4,14 @@
 2. Around the best step a finer grid: three steps times three C, then a step that falls to zero, one that follows the
    alignment, and moo's own adaptation from several first steps.
 3. The best few on further tasks and seeds, beside moo as it would be without a rehearsal.
+4. Where batch or rounds had to shrink: the winner against moo as it is, with a larger batch and without merging up to
+   200 rounds. A shrunken batch favours short steps, since sampling noise moves the weights along the directions in
+   which the loss bends: where it alone shrank, only a step shorter than moo's own is checked, for a longer one has won
+   in spite of it. Merged rounds err in both directions, so there every winner is checked.
 
 What counts is the mean regret over tasks in points, smoothed over neighbouring step lengths: a place on a plateau is
-worth more than the maximum of one noisy run. moo as it is stays unless something else is better by more than `MARGIN`.
+worth more than the maximum of one noisy run. moo as it is stays unless something else is better by more than `MARGIN`,
+in the small runs and in the check.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from torch import nn
 
 from fulcrum.data import Dataset
 from fulcrum.data.made_up import VARIATIONS, Variation
+from fulcrum.runs.rehearsal.effort import CHECK_ROUNDS, CHECK_TASKS
 from fulcrum.runs.rehearsal.facts import RehearsalFacts
 from fulcrum.runs.rehearsal.stage import Candidate, RehearsalLog, Scores, Stage
 from fulcrum.training.server import SERVERS
@@ -55,12 +61,14 @@ def list_tasks(count: int, first: int) -> list[tuple[Variation, int]]:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """The answer of a rehearsal. regrets: mean regret of the finalists, by their description."""
+    """The answer of a rehearsal. regrets: mean regret of the finalists, by their description; the same of the check,
+    where there was one."""
 
     candidate: Candidate
     digest: str
     regrets: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    check: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `rehearsed_from_json` reads them back."""
@@ -70,7 +78,8 @@ class Rehearsed:
 def rehearsed_from_json(plain: dict[str, Any]) -> Rehearsed:
     """An answer from the values of `Rehearsed.to_json`."""
     candidate = Candidate(**plain["candidate"])
-    return Rehearsed(candidate, plain["digest"], plain.get("regrets", {}), plain.get("seconds", 0.0))
+    known = {name: plain[name] for name in ("regrets", "seconds", "check") if name in plain}
+    return Rehearsed(candidate, plain["digest"], **known)
 
 
 def rehearse(
@@ -109,8 +118,25 @@ def rehearse_on_stage(stage: Stage) -> Rehearsed:
     best = min(finalists, key=lambda candidate: total[candidate])
     margin = compute_margin(facts.rounds / rounds)
     chosen = default if default in total and total[best] > total[default] - margin else best
-    regrets = {candidate.describe(): round(value, 2) for candidate, value in sorted(total.items(), key=_second)}
-    return Rehearsed(chosen, facts.digest(), regrets, round(time.monotonic() - began, 1))
+    checked: dict[Candidate, float] = {}
+    if default in total and chosen != default and needs_check(facts, chosen, default):
+        checked = play_check(stage, chosen, default)
+        margin = compute_margin(facts.rounds / min(facts.rounds, CHECK_ROUNDS))
+        chosen = default if checked[chosen] > checked[default] - margin else chosen
+    took = round(time.monotonic() - began, 1)
+    return Rehearsed(chosen, facts.digest(), _describe_all(total), took, _describe_all(checked))
+
+
+def needs_check(facts: RehearsalFacts, winner: Candidate, default: Candidate) -> bool:
+    """Whether the way in which the small run differs from the real one may have made the winner win."""
+    return facts.unmerges or (facts.has_check and winner.mean_step < default.mean_step)
+
+
+def play_check(stage: Stage, winner: Candidate, default: Candidate) -> dict[Candidate, float]:
+    """Mean regrets of the two with a larger batch and without merged rounds, on tasks of their own."""
+    larger = Stage(stage.facts.enlarge(), stage.model, stage.public, log=stage.log)
+    scores = larger.play([winner, default], min(stage.facts.rounds, CHECK_ROUNDS), list_tasks(CHECK_TASKS, 30))
+    return {c: _mean(own.values()) + price_C(c) for c, own in to_regrets(scores, stage.in_points).items()}
 
 
 def compute_margin(merged: float) -> float:
@@ -199,6 +225,10 @@ def smooth(values: Sequence[float], weight: float) -> list[float]:
         (1 - 2 * weight) * own + weight * sum(min(padded[i + side], own + CLIFF) for side in (0, 2))
         for i, own in enumerate(values)
     ]
+
+
+def _describe_all(regrets: dict[Candidate, float]) -> dict[str, float]:
+    return {candidate.describe(): round(value, 2) for candidate, value in sorted(regrets.items(), key=_second)}
 
 
 def _second(pair: tuple[Candidate, float]) -> float:

@@ -38,6 +38,8 @@ PASS_OVERHEAD = {False: 2e7, True: 8e7}
 """What a pass of one party costs besides its own multiplications, by whether the model is the user's own."""
 LADDER_RUNS, FINE_RUNS = 6, 18
 """Candidates of the first two stages."""
+CHECK_TASKS, CHECK_ROUNDS = 3, 200
+"""Tasks of the check, each played by two candidates, and its most rounds: none are merged up to there."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,12 @@ def estimate_work(load: Load, effort: Effort) -> float:
     """Multiplications of a rehearsal. A pass forward and backward with norms is about four forward passes."""
     of_round = load.steps * (4 * load.work * effort.batch + PASS_OVERHEAD[load.own] * load.parties)
     return of_round * min(load.rounds, effort.rounds) * count_runs(effort)
+
+
+def estimate_check(load: Load, batch: int) -> float:
+    """Multiplications of a check with such a batch: the winner and moo as it is."""
+    of_round = load.steps * (4 * load.work * batch + PASS_OVERHEAD[load.own] * load.parties)
+    return of_round * min(load.rounds, CHECK_ROUNDS) * 2 * CHECK_TASKS
 
 
 def count_runs(effort: Effort) -> int:

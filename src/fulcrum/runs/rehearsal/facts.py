@@ -4,7 +4,8 @@ A rehearsal needs the real run's noise in units of C: the mean of a batch has no
 direction, whatever the batch is made of. So the small run may have fewer examples, and a noise multiplier that gives
 the same noise. What must not shrink: the number of rounds (longer steps meet the curvature of the loss), the batch much
 below a hundred (sampling moves the mean along the few directions in which the loss bends, where isotropic noise is
-small), and the skew between parties where they make several steps.
+small), and the skew between parties where they make several steps. Where batch or rounds
+had to shrink all the same, what wins has to win once more in a check that is closer to the real run (`enlarge`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fulcrum.data import Dataset
 from fulcrum.data.made_up import DataFacts, read_data_facts
 from fulcrum.data.records import map_inputs
 from fulcrum.models.build import is_built_in
-from fulcrum.runs.rehearsal.effort import Effort, Load, choose_effort, estimate_work
+from fulcrum.runs.rehearsal.effort import CHECK_ROUNDS, Effort, Load, choose_effort, estimate_check, estimate_work
 from fulcrum.settings.derived import compute_local_steps
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation, make_model_facts
@@ -32,11 +33,15 @@ from fulcrum.training.problem import compute_architecture_digest
 
 VERSION = 6
 """Increased when the same facts may give another answer."""
+CHECK_VERSION = 1
+"""The same for runs that are checked with a larger batch; the answers of the others stand."""
 MOST_PARTIES = 10
 """Parties of the small run where parties make several local steps; otherwise one stands for all."""
 LEAST_EXAMPLES, MOST_EXAMPLES = 1500, 4000
 """Records of the small run, where so many are declared: about as many as give the real run's number of epochs."""
 TEST_EXAMPLES = 1000
+CHECK_TIMES = 4
+"""How many times larger the batch of the check is, up to the real run's: half of the sampling noise."""
 LEAST_PARTY_BATCH = 8
 """Expected examples of a party's local step."""
 SKEWED_TASKS = ("classification", "binary")
@@ -53,7 +58,8 @@ class RehearsalFacts:
     examples, parties: of the small run, and effort: how much is played. model_key: digest of the architecture. dim:
     parameters. default_step: first step length that moo would take without a rehearsal. work: multiplications of one
     example's forward pass. rule: moo, or fixed, for which C and the learning rate alone are chosen. public: fingerprint
-    of the user's public records that take the place of made-up ones (clip.rehearse_on).
+    of the user's public records that take the place of made-up ones (clip.rehearse_on). check_batch, check_examples: of
+    the check, where the batch of the small run had to shrink; where it did not, they are those of the small run.
     """
 
     data: DataFacts
@@ -71,6 +77,8 @@ class RehearsalFacts:
     effort: Effort
     rule: str = "moo"
     public: str = ""
+    check_batch: int = 0
+    check_examples: int = 0
 
     def digest(self) -> str:
         """16 hexadecimal digits: equal for runs that share an answer."""
@@ -83,14 +91,30 @@ class RehearsalFacts:
             "numbers": [self.dim, self.rounds, self.steps, self.parties, self.noise, self.batch, self.examples],
             "split": _get_split(self.settings) if self.parties > 1 else {},
             **({"public": self.public} if self.public else {}),
+            **({"check": [CHECK_VERSION, self.check_batch, self.check_examples]} if self.has_check else {}),
         }
         text = json.dumps(plain, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
+    @property
+    def has_check(self) -> bool:
+        """Whether a check would be closer to the real run than the small run is: in its batch or in its rounds."""
+        return self.check_batch > self.batch or self.unmerges
+
+    @property
+    def unmerges(self) -> bool:
+        """Whether a check merges fewer rounds than the small run does."""
+        return min(self.rounds, CHECK_ROUNDS) > min(self.rounds, self.effort.rounds)
+
+    def enlarge(self) -> RehearsalFacts:
+        """The facts of the check: a larger batch with the same noise in units of C, and more records alike."""
+        return dataclasses.replace(self, batch=self.check_batch, examples=self.check_examples)
+
     def estimate_work(self) -> float:
         """Multiplications of a rehearsal, about."""
         own = not is_built_in(self.settings.model)
-        return estimate_work(Load(self.work, self.rounds, self.steps, self.parties, own), self.effort)
+        load = Load(self.work, self.rounds, self.steps, self.parties, own)
+        return estimate_work(load, self.effort) + (estimate_check(load, self.check_batch) if self.has_check else 0.0)
 
 
 TRAIN_FACTS = (
@@ -112,8 +136,11 @@ def read_rehearsal_facts(federation: Federation, balance: tuple[float, ...] = ()
     effort = choose_effort(Load(work, train.rounds, steps, parties, own))
     batch = choose_batch(effort.batch, declared, parties)
     total, rate = int(plan.sizes.sum()), declared / max(float(plan.sizes.sum()) * plan.participation, 1.0)
-    wanted = min(max(batch / max(rate, 1e-9), LEAST_EXAMPLES), MOST_EXAMPLES)
-    examples = max(min(total, int(wanted)), batch, parties * 10)
+    larger = choose_batch(CHECK_TIMES * batch, declared, parties)
+    examples, more = (
+        round_size(max(min(total, int(min(max(own / max(rate, 1e-9), LEAST_EXAMPLES), most))), own, parties * 10))
+        for own, most in ((batch, MOST_EXAMPLES), (larger, CHECK_TIMES * MOST_EXAMPLES))
+    )
     return RehearsalFacts(
         data=read_data_facts(problem.dataset, problem.model, balance),
         settings=federation.settings,
@@ -124,11 +151,13 @@ def read_rehearsal_facts(federation: Federation, balance: tuple[float, ...] = ()
         parties=parties,
         noise=noise,
         batch=batch,
-        examples=round_size(examples),
+        examples=examples,
         default_step=find_default_step(federation, noise),
         work=work,
         effort=effort,
         rule=problem.rule.name,
+        check_batch=larger,
+        check_examples=more,
     )
 
 

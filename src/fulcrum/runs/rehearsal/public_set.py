@@ -76,8 +76,15 @@ def fit_facts(facts: RehearsalFacts, data: Dataset | None) -> RehearsalFacts:
         return facts
     assert data.train is not None
     there = len(data.train) if data.test is not None else int(len(data.train) * (1 - TEST_SHARE))
-    examples = min(facts.examples, there)
-    return dataclasses.replace(facts, examples=examples, batch=min(facts.batch, examples), public=data.fingerprint)
+    examples, more = min(facts.examples, there), min(facts.check_examples, there)
+    return dataclasses.replace(
+        facts,
+        examples=examples,
+        batch=min(facts.batch, examples),
+        check_examples=more,
+        check_batch=min(facts.check_batch, more),
+        public=data.fingerprint,
+    )
 
 
 def draw_part(data: Dataset, task: TaskSettings, count: int, test: int, seed: int) -> Dataset:

@@ -37,6 +37,11 @@ class Candidate:
     C: float
     step: float
 
+    @property
+    def mean_step(self) -> float:
+        """Mean step length over the run, as far as the start decides it."""
+        return self.step / 2 if self.mode == "linear" else self.step
+
     def describe(self) -> str:
         """In words, for people."""
         start = f"first step {self.step:.3g}" if self.mode == "moo" else f"C = {self.C:.3g}, step {self.step:.3g}"
