@@ -18,7 +18,6 @@ from fulcrum.data import Dataset
 from fulcrum.data.records import select_rows
 from fulcrum.engines import Engine, find_engine
 from fulcrum.engines.fast import make_ghost_step
-from fulcrum.engines.parallel import make_single_threaded_pool
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.flower.messages import SimulatedStreams, compute_model_fingerprint
 from fulcrum.flower.party_canaries import PartyCanaries
@@ -26,6 +25,7 @@ from fulcrum.flower.party_data import count_units, make_single_party_partition, 
 from fulcrum.flower.task_terms import task_fingerprint
 from fulcrum.flower.terms import PartyTerms, find_rule_of_terms, terms_to_settings
 from fulcrum.gradients import retain_freed_memory
+from fulcrum.gradients.threads import make_single_threaded_pool
 from fulcrum.models.build import is_built_in
 from fulcrum.models.checks import validate_model
 from fulcrum.models.layout import ParameterLayout
