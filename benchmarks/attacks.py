@@ -170,7 +170,8 @@ def main() -> None:
         rows, texts, made = read_parts(words.join, parts)
     else:
         found = [run_part(part, words.quick) for part in parts]
-        rows, texts = ([row for part in found for row in part[i]] for i in (0, 1))
+        rows = [row for images, _ in found for row in images]
+        texts = [row for _, tokens in found for row in tokens]
     for columns, table in ((INVERSION_COLUMNS, make_inversion_rows(rows)), (TOKEN_COLUMNS, make_token_rows(texts))):
         print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
         for row in table:

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
 PAGE = "PROVENANCE.md"
@@ -48,6 +50,8 @@ def list_files(folder: Path) -> list[Path]:
 
 def read_facts(path: Path) -> dict[str, str]:
     """What a file states about its own making."""
+    if path.suffix == ".npz":
+        return _read_scores(path)
     name = path.name.removesuffix(".gz")
     text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode(errors="replace")
     if name.endswith(".json"):
@@ -58,6 +62,13 @@ def read_facts(path: Path) -> dict[str, str]:
         match = MADE_BY.search(text)
         return {key: value.strip() for key, value in (match.groupdict() if match else {}).items() if value}
     return {}
+
+
+def _read_scores(path: Path) -> dict[str, str]:
+    """What the scores of an attack say in their text `about`."""
+    with np.load(path, allow_pickle=False) as held:
+        about = json.loads(str(held["about"])) if "about" in held.files else {}
+    return _find_in_value({"seed": about.get("cell", {}).get("seed"), **about.get("facts", {})})
 
 
 def _find_in_value(value: Any) -> dict[str, str]:
@@ -164,6 +175,9 @@ def _list_siblings(path: Path, stem: str) -> Iterator[Path]:
     for name in (f"{stem}.json", f"{stem}.md", f"{stem}-cells.json", f"{stem}-provenance.json"):
         yield path.with_name(name)
     head, _, tail = path.name.rpartition("-")
+    if path.suffix == ".svg":
+        words = path.stem.split("-")
+        yield from (path.with_name(f"{'-'.join(words[:n])}.json") for n in range(len(words) - 1, 0, -1))
     if tail in ("privacy.json", "settings.toml", "summary.json"):
         yield path.with_name(f"{head}-environment.json")
 

@@ -259,7 +259,8 @@ class RoundRequest:
     """A round, as input of an engine: the model, one assignment per participant, one clipping state per participant.
 
     attempt: 0, or the number of times that this round was released and paid before; its randomness is new each time.
-    colluders: with pairwise masks, how many of the participants may collude.
+    colluders: with pairwise masks, how many of the participants may collude. pay_again: with pairwise masks across
+    machines, pays for another attempt after these clients may have sent a message in vain; returns who may go on.
     """
 
     __repr__ = make_short_repr
@@ -272,6 +273,7 @@ class RoundRequest:
     weight_decay: float = 0.0
     attempt: int = 0
     colluders: int = 0
+    pay_again: Callable[[Sequence[int]], set[int]] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,17 @@
 """Poisson samples of examples and of persons."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
 from fulcrum.data import PartyData, build_party_data, from_arrays, poisson_sample_units, split
+from fulcrum.data.sampling import _find_words_below
 from fulcrum.errors import ConfigError
 from fulcrum.rng import RecordedRandomness, SecureRandomness, SeededRandomness
+from fulcrum.rng.normals import words_to_uniforms
 from fulcrum.settings.schema import Data
 
 PERSON = np.array([5, 5, 9, 2, 9, 5, 2, 7, 8, 8, 5, 1])
@@ -106,3 +110,23 @@ def test_counts_are_binomial_and_not_of_a_fixed_size():
     assert min(p_values(counts)) > 1e-3
     assert min(p_values(shuffled)) < 1e-9
     assert min(p_values(counts + 2)) < 1e-9  # a rate of 0.105
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-300, 0.01, 1 / 3, 0.5, 1 - 2.0**-53, 1.0])
+def test_a_sample_from_words_is_the_one_from_uniform_numbers(rate):
+    party = PartyData(torch.arange(500).flip(0), torch.arange(500), 500, apart=True)
+    for t in range(5):
+        rows, slots, count = poisson_sample_units(SeededRandomness(3), ("sample", t), party, rate)
+        joins = SeededRandomness(3).uniform(("sample", t), 500) < rate
+        assert torch.equal(rows, party.index[joins])
+        assert slots.tolist() == list(range(count))
+        assert count == int(joins.sum())
+
+
+def test_a_word_at_the_limit_is_not_below_it():
+    limit = math.ceil(0.3 * 2**53) << 11
+    unsigned = [0, limit - 1, limit, limit + 1, 2**63 - 1, 2**63, 2**64 - 1]
+    words = torch.from_numpy(np.array(unsigned, dtype=np.uint64).view(np.int64))
+    found = _find_words_below(words, 0.3)
+    assert found.tolist() == [0, 1]
+    assert torch.equal(found, torch.nonzero(words_to_uniforms(words) < 0.3)[:, 0])

@@ -7,7 +7,7 @@ import pytest
 
 from fulcrum.analysis.detectors import exact
 from fulcrum.analysis.detectors.findings import Reading, collect, contradict
-from fulcrum.analysis.detectors.second_opinion import Paid, price
+from fulcrum.analysis.detectors.second_opinion import Paid, price, price_at_least
 from fulcrum.privacy.accounting import compute_epsilon
 from fulcrum.privacy.events import Gaussian
 
@@ -31,6 +31,9 @@ def draw_p_values(kind: str, wrong: bool, draws: int = DRAWS) -> np.ndarray:
         "distribution": lambda: exact.judge_distribution(g.random(200) ** size),
         "pairs": lambda: exact.judge_pairs(_rows(g, wrong))[0],
         "directions": lambda: exact.judge_directions(_rows(g, wrong))[0],
+        "largest": lambda: exact.judge_largest(g.standard_normal(400) if not wrong else g.uniform(-2, 2, 400)),
+        "neighbours": lambda: exact.judge_neighbours(_cancelling(g, wrong), 1),
+        "matches": lambda: exact.judge_matches(*_overlapping(g, wrong))[0],
         "singular values": lambda: exact.judge_singular_values(
             g.standard_normal((8, 50)) + (2 * g.standard_normal((8, 1)) if wrong else 0)
         ),
@@ -45,6 +48,16 @@ def _rows(generator: np.random.Generator, wrong: bool) -> np.ndarray:
     return rows
 
 
+def _cancelling(generator: np.random.Generator, wrong: bool) -> np.ndarray:
+    drawn = generator.standard_normal((4, 41))
+    return (drawn[:, 1:] - drawn[:, :-1]) / np.sqrt(2) if wrong else drawn
+
+
+def _overlapping(generator: np.random.Generator, wrong: bool) -> tuple[np.ndarray, np.ndarray]:
+    drawn = generator.standard_normal(300)
+    return drawn[:150], np.concatenate([-drawn[140:150], drawn[150:]]) if wrong else drawn[150:]
+
+
 KINDS = (
     "variance",
     "small variance",
@@ -54,6 +67,9 @@ KINDS = (
     "pairs",
     "directions",
     "singular values",
+    "largest",
+    "neighbours",
+    "matches",
 )
 
 
@@ -82,3 +98,13 @@ def test_the_second_opinion_agrees_with_our_accountant(rate: float, sigma: float
     ours = compute_epsilon([Gaussian(rate, sigma, count)], 1e-5)
     assert price(Paid({(rate, sigma): count}), 1e-5) == pytest.approx(ours, rel=1e-6)
     assert price(Paid({(rate, 0.9 * sigma): count}), 1e-5) > 1.01 * ours  # a wrong sigma is noticed
+
+
+@pytest.mark.parametrize(("rate", "sigma", "count"), [(0.25, 1.3, 4), (0.01, 0.6, 200), (1.0, 5.0, 3), (0.05, 0.8, 4)])
+def test_no_accountant_goes_below_the_lower_bound(rate: float, sigma: float, count: int) -> None:
+    tight = compute_epsilon([Gaussian(rate, sigma, count)], 1e-5, "pld")
+    least = price_at_least(Paid({(rate, sigma): count}), 1e-5)
+    assert 0.95 * tight - 0.01 <= least <= tight  # an accountant that is a tenth too low is noticed
+    assert price_at_least(Paid({(rate, 0.8 * sigma): count}), 1e-5) > tight
+    assert price_at_least(Paid(), 1e-5) == 0.0
+    assert price_at_least(Paid({(rate, 0.0): 1}), 1e-5) == np.inf

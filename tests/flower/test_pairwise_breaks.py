@@ -142,6 +142,7 @@ def test_split_views_are_uniform_also_where_only_the_attempt_differs(
 
 ODD_LINES: dict[str, dict[str, Any]] = {
     "tiny": {"weight": 1e-160, "C": 1e-160, "sigma": 1.0, "tau": 1e-320},
+    "small": {"weight": 1e-10, "C": 1e-10, "sigma": 1e-9, "tau": 1e-10 * 1e-10 * 1e-9},
     "huge": {"weight": 9e29, "C": 1.0, "sigma": 1.0, "tau": 9e29},
     "beyond": {"weight": 1e300, "C": 1e300, "sigma": 1e-300, "tau": 1e300},
     "many units": {"units": 2**31 - 1},

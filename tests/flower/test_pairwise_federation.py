@@ -140,7 +140,9 @@ def test_peers_that_nobody_pinned_stop_the_round(tmp_path: Path, monkeypatch: An
     settings = masked_settings(2)
     with (
         federation(tmp_path, settings, left_out=NAMES) as bus,
-        pytest.raises(RunError, match="was void"),
+        pytest.raises(
+            RunError, match=r"party-0, party-1, party-2: the other participants' keys .*fulcrum terms --peers"
+        ),
     ):
         serve(bus, settings, tmp_path / "run", monkeypatch)
     assert "not those that this party pinned" in (tmp_path / "run" / "parties.jsonl").read_text()

@@ -18,6 +18,7 @@ from fulcrum.engines.stacked import sampling
 from fulcrum.errors import ConfigError
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.ledger import Ledger
+from fulcrum.privacy.pairwise.graph import is_connected_without, list_neighbours
 from fulcrum.privacy.pairwise.integers import sum_messages
 from fulcrum.privacy.pairwise.shares import compute_own_variances
 from fulcrum.privacy.plan.collusion import list_shown_counts, make_collusion_table
@@ -268,18 +269,44 @@ def test_the_table_of_colluders_where_sets_vary_takes_the_worst_set() -> None:
     fixed, varying = (make_collusion_table(federation(train={"participation": p}).plan) for p in (1.0, 0.9))
     assert [row.sigma_eff for row in fixed] == pytest.approx([1.0, math.sqrt(1 / 2)])
     assert [row.sigma_eff for row in varying] == pytest.approx([1.0, math.sqrt(1 / 2)])
+    # Across machines any party may be missing from a round, whatever the plan says.
+    ten = prepare(
+        federation().settings.replace(data={"parties": 10, "partition": "iid", "min_examples": 1}), toy_data()
+    )
+    here, there = (make_collusion_table(ten.plan, varying) for varying in (False, True))
+    assert here[4].sigma_eff == pytest.approx(math.sqrt(5 / 9))
+    assert there[4].sigma_eff == pytest.approx(math.sqrt(1 / 5))  # six take part, five of whom collude
     assert list_shown_counts(1, 10) == list(range(1, 10))
     assert list_shown_counts(1, 1000)[-1] == 999
     assert len(list_shown_counts(1, 1000)) <= 12
 
 
-def test_a_hundred_parties_with_few_masks_each() -> None:
-    made = prepare(
+def test_the_table_counts_parties_that_colluders_cut_off() -> None:
+    """Brute force over a sparse graph: the least noise of what j colluders see of some honest parties' messages."""
+    made = hundred_parties()
+    parties, c = 100, 2
+    rows = {row.colluders: row.sigma_eff for row in make_collusion_table(made.plan)}
+    for j, sigma in rows.items():
+        worst = list_neighbours(0, parties, c)[:j]  # next to one party, as many as there are
+        left = set(range(parties)) - set(worst) - set(range(50, 50 + j - len(worst)))
+        connected = is_connected_without(set(range(parties)) - left, parties, c)
+        honest = len(left) if connected else 1
+        assert sigma <= math.sqrt(honest / (parties - c)) * 1.001
+    assert rows[2] == pytest.approx(1.0)
+    assert rows[18] == rows[99] == pytest.approx(math.sqrt(1 / 98), rel=0.01)  # 16 neighbours: one stands alone
+
+
+def hundred_parties() -> Federation:
+    return prepare(
         federation(privacy={"colluders": 2.0}, train={"rate": 0.3}).settings.replace(
             data={"parties": 100, "partition": "iid", "min_examples": 1}
         ),
         toy_data(n=400),
     )
+
+
+def test_a_hundred_parties_with_few_masks_each() -> None:
+    made = hundred_parties()
     masked, bare = play_rounds(made), play_rounds(without_masks(made))
     assert len(masked[1]) == 100
     assert torch.equal(masked[0], bare[0])

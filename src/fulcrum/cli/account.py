@@ -37,6 +37,7 @@ def account(
         raise ConfigError("give exactly two of --sigma, --epsilon and --steps; the third is the answer.")
     check_account_options(q, sigma, epsilon, steps, colluders)
     from fulcrum.privacy import accounting
+    from fulcrum.privacy.plan.text import warn_about_masks
     from fulcrum.privacy.statement.meaning import wrap_meaning
 
     names = list(accounting.ACCOUNTANTS) if accountant is None else [accountant]
@@ -71,6 +72,8 @@ def account(
             for row in more
         ]
         view.print_table(("parties that collude", "sigma_eff", *(name.replace("_", " ") for name in names)), table)
+        for words in warn_about_masks(more[0]["colluders"]):
+            view.print_message(f"warning: {words}")
 
 
 def explain_account(q: float, row: dict[str, Any], delta: float) -> dict[str, Any]:
@@ -90,6 +93,7 @@ def list_collusion_costs(
     """Epsilon with c, c + 1, ..., all other parties colluding, by accountant, for parties of equal terms."""
     from fulcrum.privacy import accounting
     from fulcrum.privacy.events import Gaussian
+    from fulcrum.privacy.pairwise.graph import can_be_cut_off
     from fulcrum.privacy.pairwise.shares import count_colluders
     from fulcrum.privacy.plan.collusion import list_shown_counts
 
@@ -97,7 +101,8 @@ def list_collusion_costs(
     first = next(iter(rows.values()))
     found = []
     for count in list_shown_counts(covered, parties):
-        ratio = ((parties - count) / (parties - covered)) ** 0.5
+        honest = 1 if can_be_cut_off(count, parties, covered) else parties - count
+        ratio = (honest / (parties - covered)) ** 0.5
         costs = {
             f"epsilon_{name}": accounting.compute_epsilon(
                 [Gaussian(q, row["sigma"] * ratio, row["steps"])], delta, name

@@ -92,6 +92,7 @@ def terms(
 ) -> None:
     """Write the terms that a party would agree to for a configuration; read them before you use them."""
     require_flower()
+    from fulcrum.flower.consent import describe_mask_terms
     from fulcrum.flower.keys import load_public_key
     from fulcrum.flower.proposals import accept_proposal, make_proposal
     from fulcrum.flower.signing import fingerprint
@@ -117,6 +118,8 @@ def terms(
     except FileExistsError:
         raise ConfigError(f"{out} exists; terms are not overwritten, so choose another name.") from None
     typer.echo(f"wrote {out}")
+    for words in describe_mask_terms(agreed):
+        view.print_message(words)
 
 
 def rehearse_for_terms(settings: Settings) -> Settings:

@@ -163,7 +163,7 @@ def clip_tape(
 
 # --- several clients side by side -------------------------------------------------------------------
 
-TOGETHER_BYTES = 24 * 2**20
+TOGETHER_BYTES = 48 * 2**20
 """Bytes of layer inputs and outputs up to which clients go through a pass together."""
 
 

@@ -8,6 +8,7 @@ from fulcrum.flower.display import show_value
 from fulcrum.flower.rule_terms import RuleTerms
 from fulcrum.flower.terms import PartyTerms
 from fulcrum.privacy.accounting import format_epsilon
+from fulcrum.privacy.plan.text import warn_about_masks
 from fulcrum.settings.schema import Model, TaskSettings
 
 REHEARSED_LINE = (
@@ -29,6 +30,7 @@ def make_consent_text(terms: PartyTerms, units: int | None) -> str:
         f"The coordinator proposes, for party {terms.party} with {holds}:",
         f"  up to {terms.rounds} rounds of {terms.steps} step(s), each on a {terms.rate:g} sample of the {unit}s",
         f"  noise multiplier of at least {terms.sigma:.5g}, clipping rule {rules} ({groups})",
+        *(f"  {words}" for words in describe_mask_terms(terms)),
         *([f"  the clipping rule's own statistics at most every {interval} steps"] if interval > 1 else []),
         f"  clipping norm within {terms.C_min:g} to {terms.C_max:g}, learning rate up to {terms.lr:g}",
         f"  the rule's settings {rule_text(terms)}; arithmetic {arithmetic}",
@@ -39,6 +41,25 @@ def make_consent_text(terms: PartyTerms, units: int | None) -> str:
         f"  epsilon of at most {format_epsilon(terms.budget)} {privacy}, over all runs.{warning}",
     ]
     return "\n".join(lines)
+
+
+SHARED_NOISE_TEXT = (
+    "SHARED NOISE (aggregation pairwise): that noise is on the sum of the honest parties; this party adds a share of "
+    "it, and masks hide its message. Covered are the server and up to {colluders} colluding parties"
+)
+NO_PEERS_TEXT = (
+    "NO other party's key is pinned here, so each counts as a colluder, and rounds with more than {colluders} of them "
+    "are refused; get the others' NAME.pub from themselves and pin them (fulcrum terms --peers FOLDER)"
+)
+
+
+def describe_mask_terms(terms: PartyTerms) -> list[str]:
+    """What pairwise masks ask of a party and leave open; nothing where its own noise protects its update."""
+    if terms.aggregation != "pairwise":
+        return []
+    found = [SHARED_NOISE_TEXT.format(colluders=terms.colluders)]
+    found += [f"WARNING: {words}" for words in warn_about_masks(terms.colluders)]
+    return found if terms.peers else [*found, NO_PEERS_TEXT.format(colluders=terms.colluders)]
 
 
 def rule_text(terms: PartyTerms) -> str:

@@ -35,7 +35,7 @@ from fulcrum.flower.messages import (
     simulation_to_table,
     state_to_arrays,
 )
-from fulcrum.flower.pairwise.coordinator import MaskedCoordinator
+from fulcrum.flower.pairwise.coordinator import LASTING_REFUSALS, MaskedCoordinator
 from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, describe_refusal, verify_signed_reply
 from fulcrum.flower.rule_terms import is_C_within
 from fulcrum.flower.stragglers import StragglerBook, StragglerPolicy
@@ -148,8 +148,8 @@ class FlowerEngine(Engine):
         return set(self._spent)
 
     def replays_rounds(self, randomness_mode: str) -> bool:
-        """The parties keep the ledgers that count, and send a round's stored bytes again."""
-        return True
+        """The parties keep the ledgers that count, and send a round's stored bytes again, unless masked."""
+        return self.settings.privacy.aggregation != "pairwise"
 
     # --- a round ----------------------------------------------------------------------------------
 
@@ -317,9 +317,13 @@ class FlowerEngine(Engine):
         )
 
     def note_refusal(self, client: int, code: str) -> None:
-        """A party refused a masked round: whose budget is spent is asked no more."""
-        if code == "budget":
+        """A party refused a masked round. It is asked no more if its budget is spent, or if it would refuse again."""
+        if code == "budget" or code in LASTING_REFUSALS:
             self._spent.add(client)
+
+    def pack_body(self, request: RoundRequest, state: RuleState) -> PackedBody:
+        """What travels to every party of a round."""
+        return pack_round_body(self.problem, request, state)
 
     def select_moving(self, state: RuleState) -> RuleState:
         """What of a clipping state travels with a round's request."""

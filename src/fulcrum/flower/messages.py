@@ -19,7 +19,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 import torch
@@ -283,14 +284,21 @@ UNSENT_FIELDS = ("message",)
 """Fields of an `Assignment` that no request carries: a party makes them itself, from a manifest (`pairwise`)."""
 
 
-def make_assignment_schema() -> dict[str, str]:
+def make_assignment_schema() -> Mapping[str, str]:
     """Name and type of every field of an `Assignment` that travels: those of the dataclass, and no others."""
-    hints = get_type_hints(Assignment)
-    return {
-        field.name: _PYTHON_FIELD_KINDS[hints[field.name]]
-        for field in dataclasses.fields(Assignment)
-        if field.name not in UNSENT_FIELDS
-    }
+    return _make_schema(Assignment)
+
+
+@cache
+def _make_schema(kind: type[Assignment]) -> Mapping[str, str]:
+    hints = get_type_hints(kind)
+    return MappingProxyType(
+        {
+            field.name: _PYTHON_FIELD_KINDS[hints[field.name]]
+            for field in dataclasses.fields(kind)
+            if field.name not in UNSENT_FIELDS
+        }
+    )
 
 
 def assignment_to_table(task: Assignment) -> dict[str, Any]:

@@ -318,8 +318,9 @@ class PartyService:
             dim = self.trainer.layout.dim
         except FulcrumError:  # the greeting is answered with it
             return UNKNOWN_REQUEST_BYTES
-        # Weights, and whatever a rule may send of the same length beside; then the framing.
-        return compute_max_body_bytes({"all": (torch.float64, (2 * dim,))}) + UNKNOWN_REQUEST_BYTES
+        # Weights, and whatever a rule may send of the same length beside; then the framing. Or a manifest with keys.
+        masks = 2 * MAX_KEYS_BYTES if self.terms.aggregation == "pairwise" else 0
+        return compute_max_body_bytes({"all": (torch.float64, (2 * dim,))}) + UNKNOWN_REQUEST_BYTES + masks
 
     def prepare(self) -> None:
         """Load this party's records and open its account in the ledger, once the terms are agreed.

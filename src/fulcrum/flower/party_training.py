@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 
@@ -20,7 +23,9 @@ from fulcrum.flower.messages import SimulatedStreams, compute_model_fingerprint
 from fulcrum.flower.party_canaries import PartyCanaries
 from fulcrum.flower.party_data import count_units, make_single_party_partition, make_stand_in
 from fulcrum.flower.task_terms import task_fingerprint
-from fulcrum.flower.terms import PartyTerms, find_allowed_rule, terms_to_settings
+from fulcrum.flower.terms import PartyTerms, find_rule_of_terms, terms_to_settings
+from fulcrum.gradients import retain_freed_memory
+from fulcrum.gradients.threads import make_single_threaded_pool
 from fulcrum.models.build import is_built_in
 from fulcrum.models.checks import validate_model
 from fulcrum.models.layout import ParameterLayout
@@ -31,6 +36,8 @@ from fulcrum.settings.schema import Settings
 from fulcrum.training.client import HeldSum, StepFn, hold_sum, release_held_sum
 from fulcrum.training.problem import TrainingProblem
 from fulcrum.types import Assignment, ClientReply, Released, RoundRequest, RuleState
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,8 @@ class LocalTrainer:
         self._given = dataset
         self._current: tuple[PartyRunFacts, TrainingProblem, Engine] | None = None
         self._step: tuple[PartyRunFacts, StepFn] | None = None
+        self._start: tuple[PartyRunFacts, RuleState] | None = None
+        self._worker: ThreadPoolExecutor | None = None
 
     @cached_property
     def units(self) -> int:
@@ -126,17 +135,33 @@ class LocalTrainer:
         if self._step is None or self._step[0] != facts:  # which settles once how to follow the model
             self._step = facts, make_ghost_step(problem.make_recorder())
         (task,), (state,) = request.assignments, request.states
-        return hold_sum(problem, request, task, state, self._step[1])
+        step = self._step[1]
+        return self._compute(lambda: hold_sum(problem, request, task, state, step))
 
     def release(self, facts: PartyRunFacts, held: HeldSum, task: Assignment) -> ClientReply:
         """The integers of a held sum, before masks. task: with the terms that follow from the manifest."""
-        return release_held_sum(self.problem(facts), held, task)
+        problem = self.problem(facts)
+        return self._compute(lambda: release_held_sum(problem, held, task))
+
+    def _compute(self, call: Callable[[], T]) -> T:
+        """A call's result. On a CPU it runs in a single-threaded worker, as the parallel engine's clients do.
+
+        In this thread PyTorch would split each small operation over all cores, and the cores would wait for each other.
+        """
+        if self.device.type != "cpu":
+            return call()
+        if self._worker is None:
+            retain_freed_memory()
+            self._worker = make_single_threaded_pool(1)
+        return self._worker.submit(call).result()
 
     def start_state(self, facts: PartyRunFacts) -> RuleState:
         """The rule's state at the start of a run: from this party's own terms and model, and nothing else."""
         problem = self.problem(facts)
-        state = problem.rule.init(self._make_settings(facts).clip, problem.shape)
-        return {name: value.to(self.device) for name, value in state.items()}
+        if self._start is None or self._start[0] != facts:
+            state = problem.rule.init(self._make_settings(facts).clip, problem.shape)
+            self._start = facts, {name: value.to(self.device) for name, value in state.items()}
+        return {name: value.clone() for name, value in self._start[1].items()}
 
     def complete_state(self, facts: PartyRunFacts, moved: RuleState, round: int, rounds: int) -> RuleState:
         """The state of a rule that the coordinator adapts. moved: what was received of it."""
@@ -183,7 +208,7 @@ class LocalTrainer:
                 make_single_party_partition(len(self.dataset.y), facts.client, self.name),
                 self.model,
                 self.device,
-                rule=find_allowed_rule(self.terms, facts.rule),
+                rule=find_rule_of_terms(self.terms, facts.rule),
                 randomness=SecureRandomness(facts.run)
                 if streams is None
                 else SeededRandomness(streams.seed, bind_stream_to_records(streams, self.dataset)),

@@ -21,6 +21,7 @@ from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, Part
 from fulcrum.flower.signing import RequestSigner
 from fulcrum.flower.task_terms import declare_task, task_fingerprint
 from fulcrum.flower.units import read_registered_units
+from fulcrum.privacy.pairwise.shares import count_colluders
 from fulcrum.privacy.plan import make_plan
 from fulcrum.rng import CipherRandomness
 from fulcrum.runs.preparation import build_checked_model
@@ -71,6 +72,8 @@ def make_served_settings(settings: Settings, parties: int, simulation: bool) -> 
         randomness="seeded" if simulation else "secure",
         unit=get_planned_unit(settings.privacy),
     )
+    if privacy.aggregation == "pairwise":  # a fraction is of all registered parties, however many of them join
+        privacy = dataclasses.replace(privacy, colluders=float(count_colluders(privacy.colluders, parties)))
     run = dataclasses.replace(settings.run, checkpoint_every=1)
     data = dataclasses.replace(settings.data, parties=parties)
     return check_settings(dataclasses.replace(settings, privacy=privacy, run=run, data=data))

@@ -103,13 +103,20 @@ def shorten_plan(rows: Sequence[tuple[float, float, int]]) -> list[list[float | 
     return [[part[0][0], part[0][1], sum(count for _, _, count in part)] for part in parts]
 
 
+OWN_TERMS = ("coordinator", "peers", "pinned")
+"""Terms that no proposal may hold: a coordinator that pins the peers' keys could pin its own in their place."""
+
+
 def accept_proposal(
     party: str, proposal: Mapping[str, Any], budget: float | None = None, look_up: bool = True
 ) -> PartyTerms:
     """A proposal as terms. budget: None takes what one run of the proposal costs, and no more.
 
-    look_up: False before somebody has agreed; see `validate_terms`.
+    look_up: False before somebody has agreed; see `validate_terms`. Whose keys count is no coordinator's to propose.
     """
+    for name in OWN_TERMS:
+        if proposal.get(name):
+            raise ConfigError(f"terms: a proposal says {name}; whose keys count is for the party alone to say.")
     terms = validate_terms(read_terms_table({"budget": 1.0, **proposal, "party": party}), look_up)
     check_declared(terms.agreed_task)
     if budget is None:

@@ -31,12 +31,16 @@ class RequestGate:
         """
         self.party, self.pinned, self.tls = party, pinned, tls
         self._trusted: list[str] = []
+        self._seen = b"", ""  # the certificate that was shown last, and its key's fingerprint
         self._lock = threading.Lock()
 
     def note_certificate(self, der: bytes) -> str:
         """Trust the key of a certificate that a verified TLS handshake showed; returns its fingerprint."""
+        if der == self._seen[0]:  # every answer of the server shows its certificate
+            return self._seen[1]
         found = fingerprint(load_certificate_key(der))
         with self._lock:
+            self._seen = der, found
             if found not in self._trusted:
                 self._trusted = [*self._trusted, found][-KEPT_CERTIFICATES:]
         return found

@@ -11,6 +11,7 @@ import base64
 import contextlib
 import hashlib
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,11 @@ def derive_request_signer(secret: bytes) -> RequestSigner:
 
 def read_signer(envelope: Envelope) -> PublicKey:
     """The key that a request says it is signed with, its signature checked; BadMessage where there is none."""
-    sealed = envelope.signature
+    return _read_signer(envelope.digest, envelope.signature)
+
+
+@lru_cache(maxsize=32)  # a party looks at a request's signer before it reads the request, and again when it answers
+def _read_signer(digest: str, sealed: bytes) -> PublicKey:
     if not (len(_SEAL) + 2 < len(sealed) <= MAX_SEALED_BYTES and sealed.startswith(_SEAL)):
         raise BadMessage("the request is not signed.")
     start = len(_SEAL) + 2
@@ -140,7 +145,7 @@ def read_signer(envelope: Envelope) -> PublicKey:
         key = serialization.load_der_public_key(sealed[start:end])
     except (ValueError, TypeError, UnsupportedAlgorithm):
         raise BadMessage("the request's signature holds no key.") from None
-    if not is_valid_statement(key, REQUEST_PURPOSE, bytes.fromhex(envelope.digest), sealed[end:]):
+    if not is_valid_statement(key, REQUEST_PURPOSE, bytes.fromhex(digest), sealed[end:]):
         raise BadMessage("the request's signature does not fit its content.")
     return key
 

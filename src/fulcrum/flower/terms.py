@@ -30,6 +30,7 @@ from fulcrum.flower.rule_terms import RuleTerms
 from fulcrum.flower.task_terms import training_settings
 from fulcrum.privacy.accounting import ACCOUNTANTS, Spend, check_accounting_terms
 from fulcrum.privacy.events import Event, Gaussian
+from fulcrum.privacy.plan.planning import check_masked_rule
 from fulcrum.settings.checks import check_settings
 from fulcrum.settings.schema import FORBID_EXTRA_FIELDS, Model, Privacy, Settings, TaskSettings, Train
 from fulcrum.settings.toml import parse_toml
@@ -149,7 +150,7 @@ def validate_terms(terms: PartyTerms, look_up: bool = True) -> PartyTerms:
         raise ConfigError("terms: rules is empty; name at least one clipping rule, such as moo.")
     for name in terms.rules:
         if look_up or name in RULES:
-            rule = find_allowed_rule(terms, name)
+            rule = find_rule_of_terms(terms, name)
             resolve_rule_options(rule, terms.clip.options)
             if name not in RULES:
                 refuse_broken_rule(rule, terms.clip.to_clip(rule=name, C_min=terms.C_min, C_max=terms.C_max))
@@ -235,6 +236,17 @@ def find_allowed_rule(terms: PartyTerms, name: str) -> ClipRule:
     rule = find_rule(name)
     if not (rule.sound and rule.private):
         raise ConfigError(f"terms: rule {name!r} is not sound and private, so it protects nobody; take it out.")
+    return rule
+
+
+def find_rule_of_terms(terms: PartyTerms, name: str) -> ClipRule:
+    """`find_allowed_rule`, and with pairwise masks ConfigError for a rule whose releases they would not hide.
+
+    Whatever a coordinator proposes: masks hide the clipped sum and nothing else.
+    """
+    rule = find_allowed_rule(terms, name)
+    if terms.aggregation == "pairwise":
+        check_masked_rule(terms_to_settings(terms, name).replace(privacy={"aggregation": "pairwise"}), rule)
     return rule
 
 

@@ -29,6 +29,7 @@ from fulcrum.gradients.param_grads import (
     scratch_ranges,
     zero_masked_rows,
 )
+from fulcrum.gradients.pixel_grams import PixelProducts, multiply_pixels, plan_pixel_products
 from fulcrum.gradients.rounding import (
     SquaredNorms,
     add_error,
@@ -357,6 +358,17 @@ class ConvGrad:
         return plain and wide and self.weight.shape[1] >= SHIFTED_CHANNELS and math.prod(self.weight.shape[2:]) > 1
 
     @property
+    def pixel_products(self) -> PixelProducts | None:
+        """How inner products of patches are made of those of pixels; None where patches are as cheap, or on a GPU."""
+        if self.groups > 1 or self.a.is_cuda or not self.a.dtype == self.g.dtype == torch.float32:
+            return None
+        sizes = (tuple(self.a.shape[2:]), tuple(self.weight.shape[2:]), tuple(self.g.shape[2:]))
+        plan = plan_pixel_products(*sizes, self.stride, self.padding, self.dilation)
+        channels, *kernel = self.weight.shape[1:]
+        by_patches = self.positions**2 * channels * math.prod(kernel)
+        return plan if plan is not None and plan.cost(channels) < by_patches else None
+
+    @property
     def order(self) -> EntryOrder | None:
         """Entry order of the gradients, [groups, O, patch] each, with the patch as it was copied."""
         return _patch_entry_order(self.groups, self.weight) if self.copies_channels_last else None
@@ -450,17 +462,18 @@ def _multiply_shifted(part: ConvGrad) -> BlockedGrad:
     inside = images[:, :, ph : height - ph, pw : wide - pw]
     rows = images.flatten(2).transpose(1, 2)  # [n, pixels, C]
     columns = slopes.flatten(2)[:, :, :positions]  # [n, O, positions]
+    filled = slopes[..., :across]
+    starts = [y * wide + x for y in range(kh) for x in range(kw)]
+    seen = [rows.as_strided((most, positions, channels), rows.stride(), n * channels) for n in starts]
     for start, stop in ranges:  # what is around stays zero
         count = stop - start
         if count < most:
-            inside, slopes, columns = inside[:count], slopes[:count], columns[:count]
+            inside, filled, columns = inside[:count], filled[:count], columns[:count]
+            seen = [view[:count] for view in seen]
         inside.copy_(part.a[start:stop])
-        slopes[..., :across].copy_(part.g[start:stop])
-        written = blocks[:, start:stop]
-        for place, block in enumerate(written.unbind()):
-            first = place // kw * wide + place % kw
-            seen = rows.as_strided((count, positions, channels), rows.stride(), first * rows.stride(1))
-            torch.bmm(columns, seen, out=block)
+        filled.copy_(part.g[start:stop])
+        for view, block in zip(seen, blocks[:, start:stop].unbind(), strict=True):
+            torch.bmm(columns, view, out=block)
     return BlockedGrad(blocks.flatten(2), EntryOrder((kh, kw, outputs, channels), (2, 3, 0, 1)))
 
 
@@ -500,6 +513,8 @@ def outer_squared_norms(part: LinearGrad | ConvGrad, fast: bool = False) -> Squa
     size, count = part.size, len(part.g)
     fast = fast and part.g.dtype != torch.float64
     by_ghost = size.prefers_ghost_norms or size.positions == 1
+    if fast and by_ghost and isinstance(part, ConvGrad) and part.pixel_products is not None:
+        return _pixel_squared_norms(part, part.pixel_products)
     ghost, written = (
         (fast_ghost_squared_norms, _fast_written_squared_norms)
         if fast
@@ -524,6 +539,15 @@ def outer_squared_norms(part: LinearGrad | ConvGrad, fast: bool = False) -> Squa
         if pieces
         else SquaredNorms(none, none, none)
     )
+
+
+def _pixel_squared_norms(part: ConvGrad, products: PixelProducts) -> SquaredNorms:
+    """As `fast_ghost_squared_norms` for a convolution, whose patches are not copied."""
+    pieces = []
+    for start, stop in scratch_ranges(len(part.g), 4 * 6 * part.positions**2, part.g.device):
+        gram = products.gram(part.a[start:stop])
+        pieces.append(from_fast_grams(gram, multiply_pixels(part.g[start:stop])))
+    return SquaredNorms(*(torch.cat(each) for each in zip(*pieces, strict=True)))
 
 
 def fast_ghost_squared_norms(inputs: Tensor, grads: Tensor) -> SquaredNorms:

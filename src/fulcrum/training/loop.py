@@ -32,6 +32,7 @@ from fulcrum.training.round import (
 )
 from fulcrum.training.run_account import RunAccount
 from fulcrum.training.snapshot import Snapshot, make_first_snapshot
+from fulcrum.training.void_attempts import VoidAttempts, settle_lost_attempt
 from fulcrum.types import RoundResult
 
 MAX_PARTIES_WITH_EPSILON = 1000
@@ -72,6 +73,8 @@ def federate(
         if ledger:
             # A round that repeats the same bytes costs nothing twice; any other repetition is a new attempt.
             if not engine.replays_rounds(problem.randomness.mode):
+                if engine.remote and start is not None and t == start.round:
+                    settle_lost_attempt(ledger, run, t, plan)
                 attempt = ledger.count_settled_attempts(run, t)
             invited, clients = clients, reserve_round(ledger, run, t, plan, events, attempt)
             exhausted |= set(invited) - set(clients)
@@ -84,7 +87,13 @@ def federate(
             if plan.is_pairwise and len(clients) <= plan.colluders:
                 clients = []
 
-        snapshot, replies, C = play(federation, snapshot, clients, t, events, attempt)
+        if ledger and plan.is_pairwise and engine.remote:
+            void = VoidAttempts(ledger, run, t, plan, {k: events[k] for k in clients})
+            snapshot, replies, C = run_round(federation, snapshot, clients, t, events, attempt, void.pay_again)
+            exhausted |= void.refused
+            clients = [k for k in clients if k not in void.refused]
+        else:
+            snapshot, replies, C = play(federation, snapshot, clients, t, events, attempt)
         took_part = clients if plan.central else [reply.client for reply in replies]
         if ledger:
             ledger.settle(run, t, compute_reply_digests(plan, replies, clients, settings.train.weights))

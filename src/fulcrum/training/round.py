@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,11 +46,12 @@ def run_round(
     t: int,
     events: Mapping[int, EventTuple] | None = None,
     attempt: int = 0,
+    pay_again: Callable[[Sequence[int]], set[int]] | None = None,
 ) -> PlayedRound:
     """Compute one round: train the clients, average, step the server, adapt C.
 
     events: the planned release of each client (`plan_round_events`); computed here where not given. attempt: number of
-    times that this round was released before.
+    times that this round was released before. pay_again: see `RoundRequest`.
     """
     settings, problem, plan = federation.settings, federation.problem, federation.plan
     lr = compute_learning_rate(settings.train, t)
@@ -81,6 +82,7 @@ def run_round(
         settings.train.weight_decay,
         attempt,
         plan.colluders,
+        pay_again,
     )
     replies = list(federation.engine.run(request))
     if federation.engine.remote:  # a client that did not reply in time did not take part

@@ -57,6 +57,8 @@ def test_common_records_are_in_every_federation_and_are_not_attacked(digits):
 def test_a_server_that_knows_the_common_records_finds_the_members_among_them(digits):
     known = run_cell(prepare_cell(make_settings(), None, SIZE, digits), digits)
     blind = run_cell(prepare_cell(make_settings(), None, dataclasses.replace(SIZE, known=0), digits), digits)
+    assert known is not None
+    assert blind is not None
     found, unknown = (attack_pool(scores, draws=40).best("releases-joint").roc.auc for scores in (known, blind))
     assert found.low > 0.85
     assert found.low > unknown.value
@@ -64,6 +66,7 @@ def test_a_server_that_knows_the_common_records_finds_the_members_among_them(dig
 
 def test_attacks_on_private_releases_of_such_pools_stay_below_the_bound(digits):
     scores = run_cell(prepare_cell(make_settings(), 3.0, SIZE, digits), digits)
+    assert scores is not None
     report = attack_pool(scores, draws=40)
     assert report.violations == ()
     for result in report.results:

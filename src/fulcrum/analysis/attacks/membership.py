@@ -107,8 +107,8 @@ class CellReport:
     facts: Mapping[str, Any]
 
     def best(self, view: str) -> AttackResult:
-        """The attack with the largest AUC on a view: "model" or "releases"."""
-        return max((r for r in self.results if r.view == view), key=lambda r: r.roc.auc.value)
+        """The attack with the largest AUC on a view, as "model" or "releases"; of AUCs equal in the file the first."""
+        return max((r for r in self.results if r.view == view), key=lambda r: r.roc.auc.to_json()["value"])
 
     @property
     def violations(self) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ def attack_pool(
     limit, pair = (None, None) if claimed is None else _find_limits(cell, claimed)
     chosen = PLAIN_STATISTIC if cell.epsilon is None else PRIVATE_STATISTIC
     views = [(MODEL, MODEL), ("releases", chosen), ("releases-joint", JOINT_STATISTIC)]
-    others = [name for name in STATISTICS if name not in (chosen, JOINT_STATISTIC)]
+    others = [name for name in STATISTICS if name in scores.scores and name not in (chosen, JOINT_STATISTIC)]
     views += [(f"releases ({name})", name) for name in others if every_statistic]
     results = []
     for view, name in views:

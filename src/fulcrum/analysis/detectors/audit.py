@@ -36,8 +36,10 @@ from fulcrum.settings.schema import Data
 
 NAME = "audit"
 Floats = npt.NDArray[np.float64]
-ROUNDS = 30
-"""Releases of each half: 720 canaries that are in, 720 that are not."""
+ROUNDS = 60
+"""Releases of each half: up to 1,440 canaries that are in, as many that are not."""
+LONG = 0.5
+"""Canaries of less than this part of the largest squared length are left out."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ def measure_canaries(probe: Probe, party: int, seed: int = 0) -> Canaries:
     place = np.arange(UNITS)
     directions = own[place, :, place]  # [n, HIDDEN]: unit i in the weights of feature i
     weights = np.square(directions).sum(axis=1)
+    # Short canaries tell less than the claim allows anyway; which ones are short is known before any release.
+    long = weights >= LONG * weights.max()
     present, absent, sigma = [], [], 1.0
     for half in (0, 1):
         chosen = torch.tensor(halves[records["unit"].numpy()] == half)
@@ -88,8 +92,8 @@ def measure_canaries(probe: Probe, party: int, seed: int = 0) -> Canaries:
             value, _, terms, _, _ = player.play(100_000 + half * ROUNDS + t, [task], 0)[0]
             sums = value[: FEATURES * HIDDEN].reshape(HIDDEN, FEATURES)
             scores = (sums[:, place].T * directions).sum(axis=1) / weights
-            present.append(scores[halves == half])
-            absent.append(scores[halves != half])
+            present.append(scores[long & (halves == half)])
+            absent.append(scores[long & (halves != half)])
             sigma = float(terms.deviations[0])
     return Canaries(np.concatenate(present), np.concatenate(absent), sigma)
 

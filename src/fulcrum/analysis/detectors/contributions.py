@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special
+from scipy import special, stats
 
 from fulcrum.analysis.detectors import exact
 from fulcrum.analysis.detectors.findings import Reading, contradict
@@ -137,6 +137,9 @@ def read_sampling(joined: Sequence[Flags], rates: Sequence[float], names: Sequen
         )
         for lag in (1, 2, rounds // 2):
             yield _read_overlap(own, rate, lag, name)
+        for lag in (1, 2, 3, units // 2):
+            yield _read_companions(own, rate, lag, name)
+    yield from _read_sizes(joined, rates)
     for a in range(len(joined)):
         for b in range(a):
             if joined[a].shape == joined[b].shape:
@@ -165,6 +168,47 @@ def _read_overlap(own: Flags, rate: float, lag: int, name: str) -> Reading:
     )
 
 
+def _read_companions(own: Flags, rate: float, lag: int, name: str) -> Reading:
+    """Whether two units join together by chance alone; pairs of units that have no unit in common."""
+    units = own.shape[1]
+    firsts = [i for i in range(units) if i % (2 * lag) < lag and i + lag < units]
+    both = sum(int((own[:, i] & own[:, i + lag]).sum()) for i in firsts)
+    draws = len(firsts) * own.shape[0]
+    return Reading(
+        NAME,
+        "units that join together",
+        exact.judge_count(both, draws, rate * rate) if draws else 1.0,
+        f"units that are {lag} apart are sampled together in {both} of {draws} cases, which independent coins do not",
+        name,
+    )
+
+
+def _read_sizes(joined: Sequence[Flags], rates: Sequence[float]) -> Iterator[Reading]:
+    """Whether every size of a sample comes as often as it should, over all parties of one rate and number of units.
+
+    Samples that are cut off, filled up or drawn again keep their mean and much of their scatter.
+    """
+    alike: dict[tuple[int, float], list[Flags]] = {}
+    for own, rate in zip(joined, rates, strict=True):
+        alike.setdefault((own.shape[1], rate), []).append(own)
+    for (units, rate), group in alike.items():
+        sizes = np.concatenate([own.sum(axis=1) for own in group])
+        limits = range(units)
+        found = [
+            (exact.judge_count(int((sizes <= most).sum()), len(sizes), float(stats.binom.cdf(most, units, rate))), most)
+            for most in limits
+        ]
+        p, most = min(found)
+        yield Reading(
+            NAME,
+            "distribution of sizes",
+            min(1.0, p * len(found)),
+            f"{int((sizes <= most).sum())} of {len(sizes)} samples have at most {most} units, and "
+            f"{len(sizes) * stats.binom.cdf(most, units, rate):.3g} should: samples are cut off, filled up or drawn "
+            "again",
+        )
+
+
 def read_probe_records(probe: Probe) -> Iterator[Reading]:
     """All readings of the records of a probe."""
     yield from read_bounds(probe)
@@ -176,3 +220,32 @@ def read_probe_records(probe: Probe) -> Iterator[Reading]:
         for party in range(len(probe.names))
     ]
     yield from read_sampling([found.joined for found in decoded], rates, probe.names)
+    yield from read_two_steps(probe, rates)
+
+
+def read_two_steps(probe: Probe, rates: Sequence[float]) -> Iterator[Reading]:
+    """Whether two local steps of a round draw samples of their own: a unit that is in both adds twice its part."""
+    for party, name in enumerate(probe.names):
+        rows = [i for i, place in enumerate(probe.twice.places) if place[2] == party]
+        if not rows:
+            continue
+        parts = probe.twice.values[rows][:, : probe.gradient] @ np.linalg.pinv(
+            probe.units[0][party][:, : probe.gradient]
+        )
+        both, once = int((parts > 1.5).sum()), int(((parts > 0.5) & (parts <= 1.5)).sum())
+        rate = rates[party]
+        yield Reading(
+            NAME,
+            "samples of two steps",
+            exact.judge_count(both, parts.size, rate * rate),
+            f"{both} of {parts.size} units are in both steps of a round, which independent samples do not do",
+            name,
+        )
+        yield Reading(
+            NAME,
+            "units of two steps",
+            exact.judge_count(once, parts.size, 2 * rate * (1 - rate)),
+            f"{once} of {parts.size} units are in one of two steps of a round, and "
+            f"{2 * rate * (1 - rate) * parts.size:.3g} should be",
+            name,
+        )

@@ -44,6 +44,11 @@ def judge_count(count: int, draws: int, chance: float) -> float:
     return double_tail(float(stats.binom.cdf(count, draws, chance)), float(stats.binom.sf(count - 1, draws, chance)))
 
 
+def judge_count_too_large(count: int, draws: int, chance: float) -> float:
+    """Upper tail alone. Also valid where each draw has a chance of at most this, given those before it."""
+    return float(stats.binom.sf(count - 1, draws, chance)) if count > 0 else 1.0
+
+
 def judge_distribution(uniforms: Floats) -> float:
     """Whether independent numbers are uniform in [0, 1]: the inequality of Dvoretzky, Kiefer, Wolfowitz and Massart."""
     values = np.sort(np.asarray(uniforms, dtype=np.float64))
@@ -129,3 +134,54 @@ def judge_directions(rows: Floats) -> tuple[float, int, int, float]:
     cosine = min(1.0, float(cosines[i, j]))
     p = float(special.betainc((rows.shape[1] - 1) / 2, 0.5, max(0.0, 1 - cosine**2)))
     return min(1.0, p * len(rows) * (len(rows) - 1) / 2), int(i), int(j), cosine
+
+
+def judge_largest(values: Floats) -> float:
+    """Whether the largest of independent standard normals is as far out as it should be; two-sided.
+
+    Noise that is cut off, or whose tails are too long, keeps its variance and most of its form.
+    """
+    if not len(values):
+        return 1.0
+    # P(all |z| <= a) = (1 - 2 Phi(-a))^n
+    beyond = float(2 * special.ndtr(-float(np.abs(values).max())))
+    lower = math.exp(len(values) * math.log1p(-min(beyond, 1 - 1e-16)))
+    return double_tail(lower, min(1.0, len(values) * beyond))
+
+
+def judge_neighbours(rows: Floats, lag: int) -> float:
+    """Whether numbers that are `lag` places apart in rows [n, m] of standard normals are independent.
+
+    Disjoint pairs: for given second numbers v, <u, v> / |v| is standard normal.
+    """
+    columns = rows.shape[1]
+    firsts = [i for i in range(columns) if i % (2 * lag) < lag and i + lag < columns]
+    if not firsts or not len(rows):
+        return 1.0
+    u, v = rows[:, firsts].ravel(), rows[:, [i + lag for i in firsts]].ravel()
+    return judge_normal(float(u @ v) / max(float(np.linalg.norm(v)), 1e-300))
+
+
+MATCH = 2e-6
+"""Numbers that are this close count as the same: two roundings of float32, or the grid of a release."""
+MATCH_CHANCE = 0.8 * (2 * MATCH + 2.0**-20)
+"""Bounds the chance that |z| is this close to a given number: its density is at most 0.8, the grid at most 2^-20."""
+
+
+def judge_matches(one: Floats, other: Floats) -> tuple[float, int]:
+    """Whether independent standard normals [m] and [k] have absolute values in common, beyond chance; and how many.
+
+    For given others, each of `one` comes close to one of them with a chance of at most k times MATCH_CHANCE.
+    """
+    if not len(one) or not len(other):
+        return 1.0, 0
+    others = np.sort(np.abs(other))
+    values = np.abs(one)
+    place = np.searchsorted(others, values)
+    gap = np.minimum(
+        np.abs(others[np.minimum(place, len(others) - 1)] - values), np.abs(others[np.maximum(place - 1, 0)] - values)
+    )
+    found = int((gap <= MATCH * np.maximum(1.0, values)).sum())
+    # The tolerance of values above 1 is wider, and their density falls faster than it grows.
+    chance = min(1.0, len(others) * MATCH_CHANCE)
+    return judge_count_too_large(found, len(values), chance), found

@@ -5,34 +5,40 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from fulcrum.analysis.detectors.probe import CLASSES, make_model, make_records
 from fulcrum.data import Dataset, from_arrays
 from fulcrum.errors import FulcrumError
+from fulcrum.rng import CipherRandomness, StreamKey
 from fulcrum.runs import execute, prepare
 from fulcrum.runs.execution import resume_prepared
 from fulcrum.settings.schema import Settings
 from fulcrum.training.engine import Engine
 from fulcrum.training.federation import Federation
-from fulcrum.types import Assignment, ClientReply, RoundRequest, RoundResult
+from fulcrum.types import Assignment, ClientReply, RoundRequest, RoundResult, RuleState
 
 RUN_PARTIES = 3
 
 
 @dataclass(frozen=True)
 class Sent:
-    """One reply that left a party. digest: of its bytes. delta: the update, or the masked integers."""
+    """One reply that left a party. digest: of its bytes. params [d], state: the weights and the rule's state that it
+    was made with."""
 
     round: int
     task: Assignment
     digest: str
     reply: ClientReply
+    params: torch.Tensor
+    state: RuleState
 
 
 @dataclass
@@ -45,8 +51,8 @@ class Witness(Engine):
     def run(self, request: RoundRequest) -> Iterable[ClientReply]:
         """The inner engine's replies, written down."""
         replies = list(self.inner.run(request))
-        for task, reply in zip(request.assignments, replies, strict=True):
-            self.sent.append(Sent(request.round, task, digest_reply(reply), reply))
+        for task, state, reply in zip(request.assignments, request.states, replies, strict=True):
+            self.sent.append(Sent(request.round, task, digest_reply(reply), reply, request.params, state))
         return replies
 
     def replays_rounds(self, randomness_mode: str) -> bool:
@@ -67,6 +73,7 @@ class Executed:
     """A finished run: what left it, round by round, and what its folder says.
 
     early: the statement when it stopped. refused: why the library itself did not go on, where it noticed a fault.
+    streams: by the place of a random stream (secret, cipher's key and nonce), the names under which it was asked for.
     """
 
     federation: Federation
@@ -77,6 +84,7 @@ class Executed:
     page: str
     early: dict[str, Any]
     refused: str = ""
+    streams: Mapping[Any, frozenset[StreamKey]] = field(default_factory=dict)
 
 
 class Stopped(Exception):
@@ -105,8 +113,29 @@ def make_run_dataset(settings: Settings) -> Dataset:
     )
 
 
+@contextmanager
+def watch_streams() -> Iterator[dict[Any, set[StreamKey]]]:
+    """Write down under which names random streams are asked for, and where they lie."""
+    locate = CipherRandomness.locate_stream
+    seen: dict[Any, set[StreamKey]] = {}
+
+    def watched(self: CipherRandomness, key: StreamKey) -> Any:
+        place = locate(self, key)
+        seen.setdefault((self.secret, *place), set()).add(tuple(key))
+        return place
+
+    with mock.patch.object(CipherRandomness, "locate_stream", watched):
+        yield seen
+
+
 def execute_case(settings: Settings, folder: Path, stop_after: int = 2) -> Executed:
     """Run the settings over the probe's records; the run stops after a few rounds and is resumed."""
+    with watch_streams() as streams:
+        found = _execute(settings, folder, stop_after)
+    return dataclasses.replace(found, streams={place: frozenset(names) for place, names in streams.items()})
+
+
+def _execute(settings: Settings, folder: Path, stop_after: int) -> Executed:
     changed = settings.replace(data={"source": "probe", "partition": "auto", "min_examples": 1})
     dataset, results, seen = make_run_dataset(changed), [], []
     parties = len(dataset.party_names)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from fulcrum.analysis.detectors.executed import Executed, Sent
 from fulcrum.analysis.detectors.findings import Reading, contradict
-from fulcrum.analysis.detectors.second_opinion import Paid, price
+from fulcrum.analysis.detectors.second_opinion import Paid, price, price_at_least
 from fulcrum.privacy.accounting import compute_epsilon
 from fulcrum.privacy.evaluation import is_held_out_account
 from fulcrum.privacy.events import Event, Gaussian
@@ -58,16 +59,36 @@ def read_ledger(run: Executed) -> Iterator[Reading]:
         # What is on record must be worth at least what was released; another accountant says how much that is.
         least = price(total, plan.delta) if plan.private else 0.0
         said = epsilons.get(name, 0.0)
-        within = 0.999 if plan.accountant == "rdp" else 0.8
+        if plan.accountant != "rdp":
+            least = price_at_least(total, plan.delta) if plan.private else 0.0
         yield contradict(
             NAME,
             "epsilon of an account",
-            said < within * least - 1e-6,
+            said < 0.999 * least - 1e-4,
             f"the ledger says epsilon = {said:.4g}, and what was released costs {least:.4g}",
             name,
         )
+        yield from read_shown(run, k, price_at_least(total, plan.delta) if plan.private else 0.0)
     yield from read_evaluations(run, entries)
     yield from read_plan(run)
+
+
+def read_shown(run: Executed, client: int, least: float) -> Iterator[Reading]:
+    """Whether the epsilons of other accountants, which the statement shows beside, are possible.
+
+    least: a lower bound on the epsilon of what a client released, whatever the accountant.
+    """
+    name = run.federation.plan.name(client)
+    row: dict[str, Any] = next((row for row in run.facts["parties"] if row["name"] == name), {})
+    for key, shown in row.items():
+        if key.startswith("epsilon_") and isinstance(shown, int | float):
+            yield contradict(
+                NAME,
+                "epsilons shown beside",
+                float(shown) < 0.999 * least - 1e-4,
+                f"the statement shows {key} = {float(shown):.4g}, and no accountant can go below {least:.4g}",
+                name,
+            )
 
 
 def list_expected_rounds(run: Executed, client: int) -> list[tuple[int, Paid]]:

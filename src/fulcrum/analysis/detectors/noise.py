@@ -20,6 +20,8 @@ from fulcrum.analysis.detectors.probe import Probe, Releases
 Floats = npt.NDArray[np.float64]
 NAME = "neighbour replay"
 Place = tuple[int, int, int]
+LAGS = (1, 2, 3, 6, 8, 16, 32, 64)
+"""Distances between coordinates whose noise is compared."""
 
 
 def find_free_directions(moves: Sequence[Floats], size: int) -> Floats:
@@ -102,6 +104,14 @@ def read_noise(
             f"the noise of {where} is not normal with the declared deviation",
             name,
         )
+        yield Reading(
+            NAME,
+            "tails of the noise",
+            exact.judge_largest(flat),
+            f"the largest of {len(flat)} numbers of the noise of {where} is {np.abs(flat).max():.3g} deviations out, "
+            "which normal noise does not do",
+            name,
+        )
         distinct = len(np.unique(np.abs(flat[flat != 0])))
         yield contradict(
             NAME,
@@ -128,6 +138,30 @@ def read_dependence(rows: Floats, places: Sequence[Place], names: Sequence[str],
         exact.judge_singular_values(rows),
         f"the noise of {where} is correlated: some direction has much more or much less than declared",
     )
+    tried = [(exact.judge_neighbours(rows, lag), lag) for lag in LAGS if lag < rows.shape[1]]
+    if tried:
+        p, lag = min(tried)
+        yield Reading(
+            NAME,
+            "noise of neighbours",
+            min(1.0, p * len(tried)),
+            f"the noise of coordinates that are {lag} apart ({where}) is correlated, so it cancels in sums of them",
+        )
+
+
+def read_repeated_numbers(rows: Floats, places: Sequence[Place], names: Sequence[str], where: str) -> Iterator[Reading]:
+    """Whether two releases have numbers of their noise in common, at whatever places: streams that overlap."""
+    pairs = [(i, j) for i in range(len(rows)) for j in range(i)]
+    if not pairs:
+        return
+    (p, count), i, j = min((exact.judge_matches(rows[i], rows[j]), i, j) for i, j in pairs)
+    yield Reading(
+        NAME,
+        "numbers used twice",
+        min(1.0, p * len(pairs)),
+        f"{describe_place(places[i], names)} and {describe_place(places[j], names)} have {count} numbers of their "
+        f"noise in common ({where}), at other places",
+    )
 
 
 def describe_place(place: Place, names: Sequence[str]) -> str:
@@ -149,6 +183,7 @@ def read_probe_noise(probe: Probe) -> Iterator[Reading]:
     blocks = [slice(int(start), int(stop)) for start, stop in itertools.pairwise(ends)]
     gradient = slice(0, probe.gradient)
     yield from read_noise(whiten(probe.empty, gradient), probe.empty.places, probe.names, "an empty sample", blocks)
+    yield from read_repeated_numbers(whiten(probe.empty, gradient), probe.empty.places, probe.names, "empty samples")
     if probe.loud.values.shape[1] > probe.gradient:
         yield from _read_statistics_noise(probe)
     yield from read_noise(whiten(probe.steps, gradient), probe.steps.places, probe.names, "two local steps")
@@ -161,11 +196,33 @@ def read_probe_noise(probe: Probe) -> Iterator[Reading]:
 
 def _read_statistics_noise(probe: Probe) -> Iterator[Reading]:
     """The noise of a rule's statistics, where nobody was sampled; and of all rounds with records, at least so much."""
+    silent = [
+        row[probe.gradient :]
+        for releases in (probe.loud, probe.quiet)
+        for row, terms in zip(releases.values, releases.terms, strict=True)
+        if not terms.asked
+    ]
+    yield contradict(
+        NAME,
+        "statistics that nobody asked for",
+        any(row.any() for row in silent),
+        "a rule's statistics leave in rounds that do not pay for them",
+    )
     asked = [i for i, terms in enumerate(probe.empty.terms) if terms.asked]
     own = probe.empty.pick(asked)
     if asked:
         rows = whiten(own, slice(probe.gradient, None))
         yield from read_noise(rows, own.places, probe.names, "the statistics")
+        of_sums = whiten(own, slice(0, probe.gradient))
+        counts = [exact.judge_matches(extra, sums)[1] for extra, sums in zip(rows, of_sums, strict=True)]
+        chance = min(1.0, of_sums.shape[1] * exact.MATCH_CHANCE)
+        yield Reading(
+            NAME,
+            "noise of sum and statistics",
+            exact.judge_count_too_large(sum(counts), rows.size, chance),
+            f"{sum(counts)} of {rows.size} numbers of the statistics' noise are in the sum's noise too, so one can be "
+            "subtracted from the other",
+        )
     asked = [i for i, terms in enumerate(probe.loud.terms) if terms.asked]
     own = probe.loud.pick(asked)
     for key, rows in _group(own, slice(probe.gradient, None)):

@@ -1,12 +1,13 @@
 """Measures a federation's mechanism from outside: what parties release of records that were made for it.
 
 The records are such that a release shows who is in it: unit i has a feature of its own, so its gradient has directions
-of its own. Four kinds of rounds are played with the federation's own engine, rule and plan, all at the same weights:
+of its own. Five kinds of rounds are played with the federation's own engine, rule and plan, all at the same weights:
 
     loud    at the declared noise          what the server sees
     quiet   at a noise that is negligible  sums that can be read off: who was sampled, and how much each one added
     empty   at a rate of almost 0          noise alone
     steps   empty, with two local steps    noise alone, added up over the steps
+    twice   quiet, with two small steps    who was sampled in both steps
 
 All values are in units of what is charged: the sum over |C|, the statistics over their own bound. So no unit may move
 either part by more than 1, and the noise has standard deviation sigma / sqrt(1 - s) and sigma / sqrt(s).
@@ -40,6 +41,8 @@ FEATURES, HIDDEN, CLASSES = 32, 6, 3
 UNITS, PARTIES = 24, 2
 QUIET_SIGMA = 1e-4
 EMPTY_RATE = 1e-9
+SMALL_STEP = 1e-3
+"""The learning rate of two steps at almost the same weights."""
 SIZES = (30.0, 3.0, 200.0, 0.5)
 """Sizes of the records in turn: most gradients are clipped, a few are not."""
 OTHER_C = 0.4
@@ -158,6 +161,7 @@ class Probe:
     steps: Releases
     tensors: tuple[int, ...]
     alone: float = 1.0
+    twice: Releases = NOTHING
 
 
 Row = tuple[Floats, tuple[int, int], Terms, int, int]
@@ -189,27 +193,36 @@ class Player:
 
     def read(self, t: int, task: Assignment, reply: ClientReply, state: int) -> tuple[Floats, tuple[int, int], Terms]:
         """A reply as numbers in units of the charge, and what is declared of it."""
-        problem, rule = self.federation.problem, self.federation.problem.rule
-        rule_state = self.states[state]
-        view = rule.view(rule_state, t, self.federation.settings.train.rounds)
-        bounds = sanitise_bounds(rule, rule.bounds(rule_state))
-        batch = task.rate * problem.party(task.client).units
-        gradient = -reply.delta.double() / task.lr
-        decay = self.federation.settings.train.weight_decay
-        if decay:
-            gradient = gradient - decay * self.params.double()
-        if view.axes is not None:
-            gradient = (gradient - view.axes.centre.double()) / view.axes.scale.double()
-        reach = float(torch.linalg.vector_norm(bounds.C.double()))
-        total = gradient.cpu().numpy() * batch / reach
-        limit, asked = float(bounds.extra), task.asks_statistics(t, 0)
-        extra = reply.extra.double().cpu().numpy() * batch / limit if limit > 0 else np.zeros(0)
-        share = rule.share(task.sigma, batch)
-        on_sum = gradient_multiplier(rule.share, task.sigma, batch) * math.sqrt(task.steps / task.noise_parties)
-        on_extra = task.sigma / math.sqrt(share) if share > 0 and asked else 0.0
-        deviations = np.concatenate([np.full(len(total), on_sum), np.full(len(extra), on_extra)])
-        terms = Terms(task.rate, task.sigma, batch, asked, deviations)
-        return np.concatenate([total, extra]), (t, task.client), terms
+        return read_reply(self.federation, t, task, reply, self.params, self.states[state])
+
+
+def read_reply(
+    federation: Federation, t: int, task: Assignment, reply: ClientReply, params: Tensor, rule_state: RuleState
+) -> tuple[Floats, tuple[int, int], Terms]:
+    """A reply as numbers in units of the charge, its (round, party), and what is declared of it.
+
+    params [d], rule_state: what the reply was made with.
+    """
+    problem, rule = federation.problem, federation.problem.rule
+    view = rule.view(rule_state, t, federation.settings.train.rounds)
+    bounds = sanitise_bounds(rule, rule.bounds(rule_state))
+    batch = task.rate * problem.party(task.client).units
+    gradient = -reply.delta.double() / task.lr
+    decay = federation.settings.train.weight_decay
+    if decay:
+        gradient = gradient - decay * params.double()
+    if view.axes is not None:
+        gradient = (gradient - task.steps * view.axes.centre.double()) / view.axes.scale.double()
+    reach = float(torch.linalg.vector_norm(bounds.C.double()))
+    total = gradient.cpu().numpy() * batch / reach
+    limit, asked = float(bounds.extra), task.asks_statistics(t, 0)
+    extra = reply.extra.double().cpu().numpy() * batch / limit if limit > 0 else np.zeros(0)
+    share = rule.share(task.sigma, batch)
+    on_sum = gradient_multiplier(rule.share, task.sigma, batch) * math.sqrt(task.steps / task.noise_parties)
+    on_extra = task.sigma / math.sqrt(share) if share > 0 and asked else 0.0
+    deviations = np.concatenate([np.full(len(total), on_sum), np.full(len(extra), on_extra)])
+    terms = Terms(task.rate, task.sigma, batch, asked, deviations)
+    return np.concatenate([total, extra]), (t, task.client), terms
 
 
 def gather(rows: Sequence[Row]) -> Releases:
@@ -262,8 +275,11 @@ def measure(settings: Settings, loud: int = 24, quiet: int = 40, empty: int = 10
     rows_quiet = [row for t in range(quiet) for row in player.play(t, tasks(t, sigma=QUIET_SIGMA), 0)]
     rows_empty = [row for t in range(empty) for row in player.play(t, tasks(t, rate=EMPTY_RATE), t % 2)]
     rows_steps = [row for t in range(empty // 2) for row in player.play(t, tasks(t, rate=EMPTY_RATE, steps=2), 0)]
+    rows_twice = [
+        row for t in range(quiet // 2) for row in player.play(t, tasks(t, sigma=QUIET_SIGMA, steps=2, lr=SMALL_STEP), 0)
+    ]
     if federation.problem.rule.when == "step":  # its C moves between the steps
-        rows_steps = []
+        rows_steps, rows_twice = [], []
     units = measure_units(federation, states)
     layout = federation.problem.layout
     return Probe(
@@ -276,6 +292,7 @@ def measure(settings: Settings, loud: int = 24, quiet: int = 40, empty: int = 10
         gather(rows_empty),
         gather(rows_steps) if rows_steps else NOTHING,
         tuple(layout.sizes),
+        twice=gather(rows_twice) if rows_twice else NOTHING,
     )
 
 

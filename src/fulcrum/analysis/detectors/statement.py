@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,7 @@ def read_statement(run: Executed) -> Iterator[Reading]:
             "the run's epsilon was larger when it stopped than at its end",
         )
     yield from read_page(run)
+    yield from read_other_files(run)
 
 
 def read_facts(
@@ -48,6 +50,11 @@ def read_facts(
     largest = max((said.get(plan.name(k), 0.0) for k in range(plan.parties)), default=0.0)
     yield _compare("epsilon", _number(facts["epsilon"]), largest, "the largest of the parties' ledgers")
     yield _compare("delta", float(facts["delta"]), settings.privacy.delta, "privacy.delta")
+    for what, shown, wanted in (
+        ("unit", facts["unit"], settings.privacy.unit),
+        ("aggregation", facts["aggregation"], settings.privacy.aggregation),
+    ):
+        yield contradict(NAME, what, shown != wanted, f"the statement's {what} is {shown!r}, and the run's {wanted!r}")
     yield _compare("rounds", facts["run"]["rounds_done"], max(r.round for r in run.results), "the rounds played")
     rows = {row["name"]: row for row in facts["parties"]}
     for k in range(plan.parties):
@@ -107,6 +114,34 @@ def read_page(run: Executed) -> Iterator[Reading]:
         "delta on the page",
         delta is None or abs(float(delta[1].rstrip(".")) / float(run.facts["delta"]) - 1) > 1e-3,
         "PRIVACY.md has another delta than privacy.json",
+    )
+
+
+def read_other_files(run: Executed) -> Iterator[Reading]:
+    """Every other place where a person or a program reads this run's epsilon: it must not be below the statement's."""
+    if run.refused:
+        return
+    wanted = _number(run.facts["epsilon"])
+    summary = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
+    yield _compare("epsilon of summary.json", _number(summary["epsilon"]), wanted, "the statement")
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    last = max(lines, key=lambda line: int(line["round"]))
+    yield _compare("epsilon of metrics.jsonl", _number(last["epsilon"]), wanted, "the statement")
+    yield _compare("epsilon of the last round", run.results[-1].epsilon, wanted, "the statement")
+    card = (run.folder / "MODEL.md").read_text(encoding="utf-8")
+    shown = re.search(r"^\| epsilon \| ([0-9.einfat+-]+)", card, re.MULTILINE)
+    yield contradict(
+        NAME,
+        "model card",
+        shown is None or _number(shown[1]) < wanted * (1 - 1e-9),
+        f"MODEL.md says epsilon = {shown[1] if shown else 'nothing'}, and the statement {wanted:.6g}",
+    )
+    told = [result.round for result in run.results if result.diagnostics]
+    yield contradict(
+        NAME,
+        "diagnostics",
+        bool(told) and not run.federation.settings.run.diagnostics,
+        f"round {told[0] if told else 0} tells diagnostics, which are not private, and nobody asked for them",
     )
 
 

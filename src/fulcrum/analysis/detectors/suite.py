@@ -19,10 +19,14 @@ from fulcrum.analysis.detectors import (
     audit,
     contributions,
     hostile,
+    large,
     ledger,
+    masked,
     messages,
     noise,
     probe,
+    run_noise,
+    same_releases,
     server_probe,
     statement,
 )
@@ -63,14 +67,19 @@ Detector = Callable[[Case], Iterable[Reading]]
 
 def replay_neighbours_and_noise(case: Case) -> Iterator[Reading]:
     """What releases show of single records, of sampling and of the noise."""
-    masked = case.settings.privacy.aggregation != "plain"
-    if not masked:
+    if case.settings.privacy.aggregation != "pairwise":
         yield from contributions.read_probe_records(case.probe)
         yield from noise.read_probe_noise(case.probe)
         if case.settings.privacy.unit != "client":
             others = probe.measure_other_runs(case.settings)
             yield from noise.read_other_runs(others, case.probe.gradient, case.probe.names)
+            yield from large.read_large_sums(case.settings)
+    else:
+        yield from masked.read_masked_records(case.settings)
     yield from hostile.read_hostile_records(case.settings)
+    yield from run_noise.read_run_noise(case.executed)
+    yield from run_noise.read_streams(case.executed)
+    yield from same_releases.read_same_releases(case.executed, case.folder)
     yield from messages.read_masks(case.executed)
     yield from messages.read_scores(case.executed)
 

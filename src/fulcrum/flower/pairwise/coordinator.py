@@ -41,6 +41,11 @@ if TYPE_CHECKING:
 MAX_ATTEMPTS = 8
 """Attempts at one round before the run stops; each costs those who sent a message what a round costs."""
 
+LAST_POLL_SECONDS = 0.01
+"""Seconds between two polls while one answer is missing: everybody waits for it, twice in a round."""
+LASTING_REFUSALS = ("peers", "colluders", "aggregation")
+"""Refusals of a manifest that another attempt does not change. Each attempt would cost the others a round."""
+
 T = TypeVar("T")
 
 
@@ -58,6 +63,7 @@ class MaskedCoordinator:
     def __init__(self, engine: FlowerEngine) -> None:
         self.engine = engine
         self._sent: dict[str, set[str]] = {}  # party -> X25519 keys that it has been told
+        self._unwilling: dict[str, str] = {}  # party -> why it masks for no manifest of this run
 
     @property
     def colluders(self) -> int:
@@ -70,17 +76,23 @@ class MaskedCoordinator:
         plain = [dataclasses.replace(task, noise_parties=1, message=None) for task in request.assignments]
         tasks = {task.client: (task, state) for task, state in zip(plain, request.states, strict=True)}
         needed = max(self.colluders + 1, min(engine.wait_policy.min_parties, len(tasks)))
+        asked: Sequence[int] = ()  # who may have sent a message in vain
         for attempt in range(MAX_ATTEMPTS):
-            ready = self._ask_ready(request, tasks, attempt)
-            able = {k for k in tasks if k not in engine.spent()}
-            if len(able) < needed:
+            if asked and request.pay_again is not None:
+                able = request.pay_again(asked)
+                tasks = {k: task for k, task in tasks.items() if k in able}
+            asked = ()
+            ready = self._ask_ready(request, tasks, request.attempt + attempt) if len(tasks) >= needed else {}
+            if len(tasks.keys() - engine.spent()) < needed:
+                self._refuse_to_go_on(request.round, needed)
                 return  # whoever is left might collude; the loop ends the run
             if len(ready) < needed:
                 engine.registry.report(
                     "", f"round {request.round + 1}: only {len(ready)} of at least {needed} parties are ready"
                 )
                 continue
-            replies = self._collect_messages(request, tasks, ready, attempt)
+            replies = self._collect_messages(request, tasks, ready, request.attempt + attempt)
+            asked = sorted(ready)
             if len(replies) == len(ready):
                 yield from (replies[k] for k in sorted(replies))
                 return
@@ -95,6 +107,17 @@ class MaskedCoordinator:
             "their message; see parties.jsonl, then continue with fulcrum serve --resume."
         )
 
+    def _refuse_to_go_on(self, round: int, needed: int) -> None:
+        """RunError where parties that would refuse every manifest leave too few; each says why."""
+        if self._unwilling:
+            codes = sorted(set(self._unwilling.values()))
+            named = {code: sorted(name for name, own in self._unwilling.items() if own == code) for code in codes}
+            why = "; ".join(f"{', '.join(names)}: {describe_refusal(code)}" for code, names in named.items())
+            raise RunError(
+                f"round {round + 1} needs {needed} parties that mask their messages, and some refuse ({why}); have "
+                "their terms changed (fulcrum terms --peers pins keys), then continue with fulcrum serve --resume."
+            )
+
     # --- who is ready -----------------------------------------------------------------------------
 
     def _ask_ready(
@@ -102,8 +125,10 @@ class MaskedCoordinator:
     ) -> dict[int, Ready]:
         """Ask all parties to compute; those that report ready before the deadline, or soon after the quorum did."""
         engine = self.engine
+        shared = all(state is request.states[0] for state in request.states)
+        body = engine.pack_body(request, request.states[0]) if shared and request.states else None
         asks = {
-            k: engine._make_round_request(request, task, state, attempt)
+            k: engine._make_round_request(request, task, state, attempt, body)
             for k, (task, state) in tasks.items()
             if k not in engine.spent()
         }
@@ -139,10 +164,12 @@ class MaskedCoordinator:
         units = [engine.clients[k].units for k in clients]
         weights = compute_exact_weights(units, engine.settings.train.weights).tolist()
         rule = engine.problem.rule
-        lines, model = [], ""
+        _, common = tasks[clients[0]]  # a rule that may be masked has one state, the server's
+        model = digest_model(request.params, engine.select_moving(common))
+        reach = float(torch.linalg.vector_norm(sanitise_bounds(rule, rule.bounds(common)).C.double()))
+        lines = []
         for k, count, share in zip(clients, units, weights, strict=True):
-            task, state = tasks[k]
-            reach = float(torch.linalg.vector_norm(sanitise_bounds(rule, rule.bounds(state)).C.double()))
+            task, _ = tasks[k]
             weight = share / (task.rate * count)
             key = ready[k].key
             lines.append(
@@ -159,7 +186,6 @@ class MaskedCoordinator:
                     tau=compute_tau(weight, reach, task.sigma),
                 )
             )
-            model = digest_model(request.params, engine.select_moving(state))
         return make_manifest(engine.registry.run, request.round, attempt, self.colluders, model, lines)
 
     def _collect_messages(
@@ -233,6 +259,8 @@ class MaskedCoordinator:
             raise BadMessage(f"it is from {header['party']}.")
         if header["kind"] == "refused":
             self.engine.note_refusal(k, header["code"])
+            if header["code"] in LASTING_REFUSALS:
+                self._unwilling[name] = header["code"]
             registry.report(name, f"refused round {round + 1}: {describe_refusal(header['code'])}")
             return None
         if header["round"] != round:
@@ -290,6 +318,6 @@ class MaskedCoordinator:
                 break
             if len(found) >= wanted and not graced and wanted < len(asks):
                 end, graced = min(end, time.monotonic() + engine.stragglers.policy.grace), True
-            if asks.keys() - settled:
-                time.sleep(POLL_SECONDS)
+            if left := len(asks.keys() - settled):
+                time.sleep(POLL_SECONDS if left > 1 else LAST_POLL_SECONDS)
         return found

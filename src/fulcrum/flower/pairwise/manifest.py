@@ -21,7 +21,7 @@ from torch import Tensor
 from fulcrum.flower.messages import BadMessage
 from fulcrum.flower.pairwise.keys import RunKey, SignedKey
 from fulcrum.privacy.pairwise.graph import list_neighbours
-from fulcrum.privacy.pairwise.integers import add_masks, choose_shared_grid, draw_mask
+from fulcrum.privacy.pairwise.integers import add_keystreams, choose_shared_grid
 from fulcrum.privacy.pairwise.shares import compute_own_variances
 from fulcrum.types import MessageTerms
 
@@ -265,8 +265,7 @@ def mask_message(manifest: Manifest, key: RunKey, integers: Tensor) -> Tensor:
     Every mask's key is used for this one message: the manifest's digest is in it, and no digest comes twice.
     """
     place, digest = manifest.place(key.party), manifest.digest
-    masks = []
-    for other in list_neighbours(place, len(manifest.participants), manifest.colluders):
-        stream = key.derive_mask_key(manifest.participants[other].exchange, digest)
-        masks.append((place < other, draw_mask(stream, (0, 0, 0), len(integers))))
-    return add_masks(integers, masks)
+    neighbours = list_neighbours(place, len(manifest.participants), manifest.colluders)
+    lines = manifest.participants
+    streams = ((place < other, key.derive_mask_key(lines[other].exchange, digest)) for other in neighbours)
+    return add_keystreams(integers, streams)

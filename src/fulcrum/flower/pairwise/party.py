@@ -20,6 +20,7 @@ from fulcrum.errors import BudgetError
 from fulcrum.flower.messages import BadMessage, Envelope, events_agree
 from fulcrum.flower.pairwise.keys import RunKey, SignedKey, signed_key_from_table
 from fulcrum.flower.pairwise.manifest import (
+    MAX_PARTICIPANTS,
     NONCE_BYTES,
     ManifestRefusal,
     OwnPart,
@@ -125,6 +126,8 @@ class MaskedRounds:
             raise BadMessage("the keys are not a list.")
         for key in map(signed_key_from_table, tables):
             self.keys[key.party] = key
+        while len(self.keys) > MAX_PARTICIPANTS:  # a coordinator that makes parties up must not fill the memory
+            del self.keys[next(iter(self.keys))]
 
     def mask(
         self, trainer: LocalTrainer, terms: PartyTerms, ledger: Ledger, run: str, round: int, content: bytes
@@ -152,6 +155,8 @@ class MaskedRounds:
         reply = trainer.release(pending.facts, pending.held, task)
         if not events_agree(reply.events, planned):
             raise BudgetError(f"round {round + 1} would release {reply.events}, but {planned} was reserved.")
+        if reply.extra.numel():  # no such rule gets here (`find_allowed_rule`); masks would not hide its statistics
+            raise BudgetError("the clipping rule releases statistics beside the sum, which masks do not hide.")
         masked = dataclasses.replace(reply, delta=mask_message(manifest, key, reply.delta), bits=manifest.bits)
         ledger.settle(run, round, {self.party: compute_reply_digest(masked)})
         return masked, unpinned

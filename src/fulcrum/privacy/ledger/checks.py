@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fulcrum.errors import ConfigError
-from fulcrum.privacy.ledger.rows import SUMS_ONLY, LedgerAccount
+from fulcrum.privacy.ledger.rows import LedgerAccount, name_adversary
 
 
 def check_budget_value(party: str, budget: float | None) -> None:
@@ -22,10 +22,11 @@ def check_same_account_terms(known: LedgerAccount, given: LedgerAccount, has_uni
                 f"party {known.name!r} is in the ledger with {term} = {getattr(known, term)!r}, not "
                 f"{getattr(given, term)!r}; use the same {term}, or another ledger."
             )
-    if (SUMS_ONLY in known.population) != (SUMS_ONLY in given.population):
+    if name_adversary(known.population) != name_adversary(given.population):
         raise ConfigError(
             f"party {known.name!r} is in the ledger with population = {known.population!r}, not {given.population!r}; "
-            "epsilons against different adversaries do not add up: use the same privacy.aggregation, or another ledger."
+            "epsilons against different adversaries do not add up: use the same privacy.aggregation and "
+            "privacy.colluders, or another ledger."
         )
     if known.population != given.population and not has_units:
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -60,6 +61,16 @@ class RunCostLine:
 SUMS_ONLY = ", seen in sums only (ideal secure aggregation)"
 MASKED_SUMS = ", seen in masked sums only, by the server and up to {} colluding parties"
 """The end of the population's name of accounts that hold against a server that sees sums only."""
+_MASKED_PATTERN = re.compile(re.escape(MASKED_SUMS).replace(re.escape("{}"), "[0-9]+"))
+
+
+def name_adversary(population: str) -> str:
+    """Against whom an account's epsilon holds, by the end of its population's name; "" against everybody."""
+    if SUMS_ONLY in population:
+        return SUMS_ONLY
+    found = _MASKED_PATTERN.search(population)
+    return found.group() if found else ""
+
 
 UNKNOWN = "unknown"
 """What a run's record says where nobody registered the run: rows of older files, and callers that only reserve."""

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from fulcrum.privacy.exact_noise import release_rows_on_grid
 from fulcrum.rng import CipherRandomness, Randomness, StreamKey
-from fulcrum.rng.chacha import Nonce, draw_words
+from fulcrum.rng.chacha import Nonce, draw_words, open_stream
 from fulcrum.types import MessageTerms
 
 COARSEST = 16
 """s_k / g is at least this. The sum of the rounded values then is, up to a total variation below 1e-1000, a function of
 the sum of the unrounded ones (docs/pairwise.md)."""
 FINEST_BITS = 20
-"""s_k / g is below 2^21, as for releases that are not masked."""
+"""s_k / g is below 2^21 for every participant, as for releases that are not masked: the certified rounding needs it."""
 SHORT_BITS, WHOLE_BITS = 24, 32
 """A message travels in its low 24 bits where every possible sum fits into them, else in all 32: 2^24 divides 2^32, so
 the low bits of messages add up to the low bits of their sum."""
@@ -36,16 +36,18 @@ def choose_shared_grid(scales: Sequence[float], reach: float) -> tuple[float, in
     """The grid g of a round, a public power of two, and how many bits of each integer are sent. scales: s_k of all.
 
     reach: the largest possible absolute value of a coordinate of the sum, noise included. g is never above
-    min s_k / 16, and as fine as the bits allow: reach stays below a quarter of their range.
+    min s_k / 16, never below max s_k / 2^21, and as fine as the bits allow: reach stays below a quarter of their range.
     """
-    least = min(scales)
-    if not 0 < least < math.inf:
-        raise ValueError(f"a grid needs noise of a finite scale above 0, not {least!r}")
+    least, most = min(scales), max(scales)
+    if not 0 < least <= most < math.inf:
+        raise ValueError(f"a grid needs noise of finite scales above 0, not {least!r} to {most!r}")
     exponent = math.frexp(least)[1] - 1  # 2^exponent <= least < 2^(exponent + 1)
-    coarsest = exponent - COARSEST.bit_length() + 1
+    coarsest, finest = exponent - COARSEST.bit_length() + 1, math.frexp(most)[1] - 1 - FINEST_BITS
+    if finest > coarsest:
+        raise ValueError(f"no grid serves noise of scales {least!r} to {most!r}: they are too far apart")
     size = math.ceil(math.log2(reach)) if reach > 0 else -math.inf
     bits = SHORT_BITS if size - coarsest <= SHORT_BITS - 2 else WHOLE_BITS
-    return math.ldexp(1.0, int(min(max(size - (bits - 2), exponent - FINEST_BITS), coarsest))), bits
+    return math.ldexp(1.0, int(min(max(size - (bits - 2), finest), coarsest))), bits
 
 
 def round_to_message(
@@ -109,6 +111,20 @@ def unpack_message(content: Tensor, bits: int) -> Tensor:
     whole = np.zeros((len(given), 4), dtype=np.uint8)
     whole[:, : bits // 8] = given
     return torch.from_numpy(whole.reshape(-1).view("<i4").astype(np.int32))
+
+
+def add_keystreams(message: Tensor, streams: Iterable[tuple[bool, bytes]]) -> Tensor:
+    """The message int32 [m] with the masks of these keys, as `add_masks` and `draw_mask` make them at nonce (0, 0, 0).
+
+    streams: (whether the mask is added, else taken off; its key). One buffer serves all masks.
+    """
+    total = message.detach().cpu().contiguous().numpy().view(np.uint32).copy()
+    words = torch.empty(-(-len(total) // 2), dtype=torch.int64)
+    own = words.numpy().view(np.uint32)[: len(total)]
+    for added, key in streams:
+        open_stream(key, (0, 0, 0))(words)
+        (np.add if added else np.subtract)(total, own, out=total)
+    return torch.from_numpy(total.view(np.int32)).to(message.device)
 
 
 def draw_mask(key: bytes, nonce: Nonce, count: int, device: torch.device | str = "cpu") -> Tensor:

@@ -13,16 +13,21 @@ from __future__ import annotations
 
 import importlib
 import math
+from functools import lru_cache
 
 import numpy as np
 
 from fulcrum.privacy.events import Gaussian
 
+LARGEST_WIDTH = 500.0
+"""Privacy losses are computed in steps up to this: exp of a step must be a number. Beyond, epsilon is in the 1e5."""
 
+
+@lru_cache(maxsize=256)  # a party writes its statement several times in a run, from the same plan
 def compute_pair_epsilon(first: Gaussian, second: Gaussian, delta: float) -> float:
     """Epsilon at delta of a person whose records are in both parties' sums of `count` rounds, by the mixture (PLD).
 
-    first, second: what each party is charged; both have the same count.
+    first, second: what each party is charged; both have the same count. Infinite where it is too large to compute.
     """
     if first.count != second.count:
         raise ValueError("both parties take part in the same rounds, so their events have the same count")
@@ -34,6 +39,8 @@ def compute_pair_epsilon(first: Gaussian, second: Gaussian, delta: float) -> flo
     # Any width gives an upper bound. A step's loss has some 1,500 points, and the sum at most half a million.
     largest = 10 * shifts[-1] + shifts[-1] ** 2 / 2
     width = max(largest / 1500, first.count * min(largest, shifts[-1] ** 2) / 5e5)
+    if width > LARGEST_WIDTH:
+        return math.inf
     with np.errstate(all="ignore"):
         one = pld.from_mixture_gaussian_mechanism(
             1.0, [shift for shift, _ in kept], [chance for _, chance in kept], value_discretization_interval=width

@@ -16,6 +16,10 @@ from collections.abc import Sequence
 
 from fulcrum.errors import ConfigError
 
+SMALLEST_SHARE = 2.0**-30
+"""No participant adds less variance than this part of the largest one's. All round on one grid, and a grid fine enough
+for the least noise must not be too fine for the most (`integers.choose_shared_grid`). It adds 1e-9 to the total."""
+
 
 def count_colluders(given: float, parties: int) -> int:
     """privacy.colluders as a count c: a whole number, or a fraction of all parties, rounded up.
@@ -36,7 +40,7 @@ def compute_own_variances(needs: Sequence[float], colluders: int) -> list[float]
 
     All add tau_b^2 / H, with tau_b the second largest need; the party with the largest need adds the rest of its own.
     For c <= P/2 no smaller total satisfies (*). For more colluders the parties' own full noise may be less in total,
-    and is then taken.
+    and is then taken. More noise than that is added where a share is below SMALLEST_SHARE of the largest.
     """
     count = len(needs)
     honest = count - colluders
@@ -46,7 +50,9 @@ def compute_own_variances(needs: Sequence[float], colluders: int) -> list[float]
         return list(needs)
     second = sorted(needs)[-2]
     shared = [second / honest + max(0.0, need - second) for need in needs]
-    return shared if sum(shared) <= sum(needs) else list(needs)
+    found = shared if sum(shared) <= sum(needs) else list(needs)
+    least = SMALLEST_SHARE * max(found)
+    return [max(least, variance) for variance in found]
 
 
 def find_least_honest_variance(variances: Sequence[float], party: int, colluders: int) -> float:

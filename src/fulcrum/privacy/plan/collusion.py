@@ -10,6 +10,7 @@ from typing import Any
 
 from fulcrum.privacy.accounting import Spend
 from fulcrum.privacy.events import Gaussian
+from fulcrum.privacy.pairwise.graph import can_be_cut_off
 from fulcrum.privacy.pairwise.persons import compose_two_parties, compute_pair_epsilon
 from fulcrum.privacy.pairwise.shares import compute_own_variances, find_least_honest_variance
 from fulcrum.privacy.plan.plan import Plan
@@ -40,18 +41,21 @@ def list_shown_counts(colluders: int, parties: int) -> list[int]:
     return [*steps, parties - 1]
 
 
-def make_collusion_table(plan: Plan) -> list[CollusionRow]:
-    """Epsilon of one unit with c, c + 1, ..., all other parties colluding; empty without pairwise masks."""
+def make_collusion_table(plan: Plan, varying: bool = False) -> list[CollusionRow]:
+    """Epsilon of one unit with c, c + 1, ..., all other parties colluding; empty without pairwise masks.
+
+    varying: whether parties may be missing from rounds that the plan has them in, as across machines.
+    """
     if not plan.is_pairwise or not plan.private:
         return []
     parties = max(plan.parties + plan.peers, plan.colluders + 1)
-    return [_make_row(plan, count) for count in list_shown_counts(plan.colluders, parties)]
+    return [_make_row(plan, count, varying) for count in list_shown_counts(plan.colluders, parties)]
 
 
-def _make_row(plan: Plan, count: int) -> CollusionRow:
+def _make_row(plan: Plan, count: int, varying: bool) -> CollusionRow:
     sigmas, epsilons = [], []
     known: dict[tuple[int, float], float] = {}
-    for k, ratio in enumerate(_list_ratios(plan, count)):
+    for k, ratio in enumerate(_list_ratios(plan, count, varying)):
         group = plan.group(k)
         key = (int(plan.group_of[k]), ratio)
         if key not in known:
@@ -65,19 +69,24 @@ def _make_row(plan: Plan, count: int) -> CollusionRow:
     return CollusionRow(count, min(sigmas), max(epsilons))
 
 
-def _list_ratios(plan: Plan, count: int) -> Sequence[float]:
+def _list_ratios(plan: Plan, count: int, varying: bool) -> Sequence[float]:
     """sigma_eff / sigma of each party if `count` parties collude; at most 1: a party is never charged less.
 
     Where sets of participants may vary, a set of P' has (P' - j) / (P' - c) of the variance at j colluders, which is
-    least for P' = j + 1, all but one colluding: 1 / (j + 1 - c).
+    least for P' = j + 1, all but one colluding: 1 / (j + 1 - c). Where each has masks with few others, j colluders that
+    are all of these see its message alone: its own share, 1 / (P - c) at least, is all that it has.
     """
-    varying = plan.participation < 1 or any(group.participations < plan.rounds for group in plan.groups)
-    if varying or plan.peers:
-        return [math.sqrt(1 / max(1, count + 1 - plan.colluders))] * plan.parties
+    parties = max(plan.parties + plan.peers, plan.colluders + 1)
+    alone = can_be_cut_off(count, parties, plan.colluders)
+    planned = plan.participation < 1 or any(group.participations < plan.rounds for group in plan.groups)
+    if varying or planned or plan.peers:
+        honest = parties if alone else count + 1
+        return [math.sqrt(1 / max(1, honest - plan.colluders))] * plan.parties
     needs = plan.compute_needs(range(plan.parties))
     own = compute_own_variances(needs, plan.colluders)
+    gone = plan.parties if alone else count
     return [
-        min(1.0, math.sqrt(find_least_honest_variance(own, k, count) / need)) if need else 1.0
+        min(1.0, math.sqrt(find_least_honest_variance(own, k, gone) / need)) if need else 1.0
         for k, need in enumerate(needs)
     ]
 

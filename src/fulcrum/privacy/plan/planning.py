@@ -58,7 +58,7 @@ def make_plan(
         groups = [replace(groups[0], noise_parties=count)]
     masked = privacy.aggregation == "pairwise"
     if masked:
-        _check_masked_rule(settings, rule)
+        check_masked_rule(settings, rule)
     central = make_client_level_terms(settings, sizes)
     if central:  # one noise for all parties, so the party that needs the most noise sets it
         loudest = max(group.sigma for group in groups)
@@ -105,7 +105,7 @@ def _get_account_delta(settings: Settings) -> float | None:
     return privacy.budget_delta
 
 
-def _check_masked_rule(settings: Settings, rule: ClipRule) -> None:
+def check_masked_rule(settings: Settings, rule: ClipRule) -> None:
     """Refuse a rule under which a party's state or message would follow from its own sum: only the total is noised."""
     view = rule.view(rule.init(settings.clip, ModelFacts(2, (2,))), 0, settings.train.rounds)
     reasons = {
@@ -125,7 +125,7 @@ def _check_masked_rule(settings: Settings, rule: ClipRule) -> None:
 
 def _check_shared_noise(settings: Settings, rule: ClipRule, groups: Sequence[PartyGroup]) -> None:
     """Refuse what one shared noise vector does not cover; `check_settings` has checked the settings before."""
-    _check_masked_rule(settings, rule)
+    check_masked_rule(settings, rule)
     if len(groups) > 1:
         raise ConfigError(
             "the parties have spent different amounts before, so each needs its own noise; privacy.aggregation = "

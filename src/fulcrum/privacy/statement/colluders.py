@@ -42,7 +42,7 @@ def describe_pairwise(
         held = KEYS_TEXT if keys else NO_KEYS_TEXT
     else:
         held = EACH_PINS_TEXT
-    table = make_collusion_table(plan)
+    table = make_collusion_table(plan, across_machines)  # a party that drops out leaves a smaller set
     two = bound_two_parties(plan, epsilon, delta)
     return {
         "colluders": plan.colluders,
