@@ -30,8 +30,30 @@ FAULTY = {
     "make_telling_flower": mistakes.STATISTICS,
     "one_seed": mistakes.SEEDS,
     "few_seeds": mistakes.SEEDS,
+    "clips_each_view": mistakes.NOISE,
+    "clips_coordinates": mistakes.NOISE,
+    "clips_microbatches": mistakes.AVERAGED,
+    "laplace_noise": mistakes.FORM,
+    "truncated_noise": mistakes.FORM,
+    "one_random_number": mistakes.NOISE,
+    "cancelling_noise": mistakes.NOISE,
+    "standardises": mistakes.STATISTICS,
+    "C_from_the_batch": mistakes.STATISTICS,
+    "twice_the_rate": mistakes.RATE,
+    "nothing_for_empty_samples": mistakes.NOISE,
+    "noise_in_most_calls": mistakes.NOISE,
+    "seed_of_the_hour": mistakes.SEEDS,
 }
-QUICK = ("clips_the_batch", "too_little_noise", "shuffles", "tells_feature_means", "few_seeds")
+QUICK = (
+    "clips_microbatches",
+    "laplace_noise",
+    "standardises",
+    "clips_the_batch",
+    "too_little_noise",
+    "shuffles",
+    "tells_feature_means",
+    "few_seeds",
+)
 CLAIMS = {**clients.CLAIMS, "epsilon": 20.2}
 
 
@@ -50,6 +72,40 @@ def test_a_right_client_is_told_none(name: str) -> None:
     assert result.sigma == pytest.approx(1.0, rel=0.1)
     assert result.lower_total <= result.epsilon_claimed
     assert result.kind == ("flower" if "flower" in name else "function")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["right_softmax", "right_normalised", "right_augmented", "right_full_sum"])
+@pytest.mark.parametrize("seed", [1, 10_001, 20_001])
+def test_right_clients_of_other_styles_are_told_none(name: str, seed: int) -> None:
+    result = fulcrum.check(getattr(clients, name), CLAIMS, seed=seed)
+    assert result.ok, result.mistakes
+    assert result.kind == "function"
+    assert result.sigma == pytest.approx(1.0, rel=0.12)
+    assert result.lower_total <= result.epsilon_claimed
+
+
+def test_weights_are_told_from_updates() -> None:
+    with pytest.raises(InputError, match='output = "params"'):
+        fulcrum.check(clients.right_weights, CLAIMS, replays=200)
+    result = fulcrum.check(clients.right_weights, {**CLAIMS, "output": "params"})
+    assert result.ok, result.mistakes
+    assert result.sigma == pytest.approx(1.0, rel=0.12)
+    with pytest.raises(InputError, match="where it starts from cannot be measured"):
+        fulcrum.check(lambda params, data, seed: data[0][0], {**CLAIMS, "output": "params"}, replays=100)
+
+
+def test_the_measured_rate_prices_the_measured_mechanism() -> None:
+    result = fulcrum.check(clients.twice_the_rate, CLAIMS)
+    assert result.sigma == pytest.approx(1.0, rel=0.15)
+    assert result.epsilon_measured > 1.5 * result.epsilon_claimed
+
+
+def test_a_factory_with_further_options_is_a_factory() -> None:
+    def make(data: Any, seed: int, honest: bool = True) -> Any:
+        return clients.FlowerLike(data, seed, honest)
+
+    assert fulcrum.check(make, CLAIMS, replays=100).kind == "flower"
 
 
 @pytest.mark.slow
@@ -104,6 +160,7 @@ def test_wrong_claims_are_refused(claims: dict[str, Any], words: str) -> None:
         (lambda params, data, seed: [1.0] * (2 + seed % 2), "different lengths"),
         (3, "must be a function"),
         ("support.clients:nobody", "has no attribute"),
+        (lambda params, data, seed: clients.noise(clients.np.random.default_rng(seed), 5), "do not move"),
         (lambda data, seed: object(), "must return \\(model, optimizer, loader\\)"),
     ],
 )

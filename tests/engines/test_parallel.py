@@ -20,9 +20,10 @@ from fulcrum.clipping.rule import ClipRule
 from fulcrum.data import Dataset, split
 from fulcrum.engines import choose_engine, fast, find_engine
 from fulcrum.engines import parallel as parallel_engine
-from fulcrum.engines.parallel import ParallelEngine, _find_torch_library, make_single_threaded_pool
+from fulcrum.engines.parallel import ParallelEngine
 from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.gradients import GradientRecorder
+from fulcrum.gradients.threads import _find_torch_library, find_shared_pool, make_single_threaded_pool
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.rng import RecordedRandomness, SeededRandomness
 from fulcrum.settings.schema import Clip, Data
@@ -518,3 +519,13 @@ def test_each_worker_computes_on_one_core() -> None:
         assert seen == [2]
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_shared_pool_computes_on_one_core_and_a_fork_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = find_shared_pool(2)
+    assert find_shared_pool(2) is pool
+    assert set(pool.map(lambda _: torch.get_num_threads(), range(8))) == {1}
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    other = find_shared_pool(2)
+    assert other is not pool
+    other.shutdown()

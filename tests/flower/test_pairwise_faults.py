@@ -200,7 +200,7 @@ def test_a_fraction_of_colluders_is_of_the_registered_parties_however_many_join(
 def test_one_ledger_counts_against_one_adversary(tmp_path: Path) -> None:
     """What masked rounds cost holds against c colluders; a plain run's statement from that ledger would claim more."""
     settings, plain = masked_settings(2), toy_settings(2)
-    own = {"peers": pins(tmp_path, "party-0")}
+    own: dict[str, Any] = {"peers": pins(tmp_path, "party-0")}
     with toy_party(tmp_path, settings, 0, terms=toy_terms(settings, **own)) as service:
         assert kind(service.answer(toy_request(service, settings))) == "ready"  # which registers its records
     for other, terms in (

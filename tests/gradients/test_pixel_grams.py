@@ -49,6 +49,7 @@ def test_the_gram_matrix_is_that_of_patches(image, kernel, stride, padding, dila
 def test_an_offset_less_is_seen():
     a = make_images((4, 4)).double()
     plan = plan_pixel_products((4, 4), (3, 3), (4, 4), (1, 1), (1, 1), (1, 1))
+    assert plan is not None
     patches = F.unfold(a, (3, 3), 1, 1, 1)
     wrong = dataclasses.replace(plan, rows=tuple(dataclasses.replace(p, shifts=p.shifts[1:]) for p in plan.rows))
     assert not torch.allclose(wrong.gram(a), patches.transpose(1, 2) @ patches, rtol=1e-3)

@@ -233,7 +233,10 @@ def test_a_rehearsal_that_is_cut_off_goes_on_where_it_stopped(tmp_path: Path, mo
     assert parts == sorted(parts)
     assert parts[-1] <= 1.0
     assert not list(tmp_path.glob("*.scores.json"))
+    (kept,) = (tmp_path / memory.SCORES_FOLDER).glob("*.json")  # all of them, for those who look at the choice
+    assert any(key.endswith(f"/{answer.candidate.step!r}") for key in json.loads(kept.read_text()))
     memory.forget(known.digest())
+    assert not list(tmp_path.rglob("*.json"))
     assert memory.recall_or_rehearse(known).candidate == answer.candidate
     assert len(played) == 2 * whole  # nothing was played twice before, all of it again after `forget`
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -142,3 +144,19 @@ def read_tiny_jobs() -> list[StudyJob]:
         "model": {"init": "random", "coordinates": "plain", "name": "linear"},
     }
     return [dataclasses.replace(job, settings=job.settings.replace(**small)) for job in jobs]
+
+
+def test_the_page_and_its_figure_hold_what_the_results_say() -> None:
+    """docs/pairwise.md quotes table.json and bench-pairwise.json; another number there would be found."""
+    path = Path(__file__).parents[2] / "docs" / "pairwise_figures.py"
+    spec = importlib.util.spec_from_file_location("pairwise_figures", path)
+    assert spec is not None
+    assert spec.loader is not None
+    figures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figures)
+    assert figures.main(False) == 0
+    rows = figures.read_rows()
+    place = ("cifar10", 1.64, "pairwise", 1)
+    changed = {**rows, place: {**rows[place], "mean": 66.0}}
+    assert figures.make_accuracy_table(changed) != figures.make_accuracy_table(rows)
+    ElementTree.fromstring(figures.draw_figure(rows))

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from fulcrum.cli import main
-from fulcrum.errors import ConfigError
+from fulcrum.errors import ConfigError, RunError
 from fulcrum.study.experiment import BUILT_IN_FOLDER, list_study_files
+from fulcrum.study.store import load_results
 from fulcrum.study.studies import StudyPart, list_stage_jobs, list_study_names, read_study
 from support.studies import GRID, experiments
 
@@ -67,6 +68,26 @@ def test_a_study_of_ones_own_runs_by_its_name_and_by_its_path(folder: Path, caps
     assert "| MOO | example | 2 |" in capsys.readouterr().out
     assert main(["study", "prepare", str(path), "--seeds", "1", "--done", "results/mine"]) == 0
     assert "2 jobs, 0 without a result" in capsys.readouterr().err
+
+
+def test_a_job_with_two_different_results_elsewhere_is_finished(folder: Path, capsys) -> None:
+    """Two studies share a job and have run it on different machines: nothing is left to do, and nothing is an error."""
+    assert main(["study", "mine", "--seeds", "1", "--backend", "sequential", "-q"]) == 0
+    (shard,) = Path("results/mine").glob("*.jsonl")
+    other = Path("results/other") / "runs.jsonl"
+    other.parent.mkdir()
+    records = [json.loads(line) for line in shard.read_text().splitlines()]
+    for record in records:
+        record["accuracy"] = record["metrics"]["accuracy"] = 0.125
+    other.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with pytest.raises(RunError, match="keep one with"):
+        load_results([shard.parent, other.parent])  # a table must not choose between them by itself
+    capsys.readouterr()
+    ends = [word for name in ("mine", "other", "not-there") for word in ("--done", f"results/{name}")]
+    assert main(["study", "prepare", "mine", "--seeds", "1", *ends]) == 0
+    assert "2 jobs, 0 without a result" in capsys.readouterr().err
+    assert main(["study", "prepare", "mine", *ends]) == 0
+    assert "4 jobs, 2 without a result" in capsys.readouterr().err
 
 
 def test_a_grid_of_ones_own(folder: Path) -> None:

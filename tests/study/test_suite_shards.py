@@ -34,6 +34,17 @@ def test_a_pack_expands_to_the_jobs_of_the_suite(pack: shards.Pack) -> None:
     assert rehearsed == {"moo": True, "dp-sgd": False}
 
 
+def test_parts_of_a_pack_and_several_scenarios() -> None:
+    pack = shards.make_pack(f"{SCENARIO},digits-linear-12x8-k8-q0.2-e4", "rehearsed", seeds=2)
+    assert {(entry["scenario"], entry["job"]["row"]) for entry in pack} == {
+        (name, row) for name in (SCENARIO, "digits-linear-12x8-k8-q0.2-e4") for row in ("moo", "dp-sgd-rehearsed")
+    }
+    assert all([run[1:] for run in entry["runs"]] == [[1.0, 1.0, 0], [1.0, 1.0, 1]] for entry in pack)
+    grid = shards.make_pack(SCENARIO, "grid", seeds=2)
+    assert {entry["job"]["row"] for entry in grid} == {"dp-sgd"}
+    assert sum(len(entry["runs"]) for entry in grid) == 25 * 2
+
+
 def test_shards_share_a_pack_and_the_dearest_entries_come_first(pack: shards.Pack) -> None:
     many = [{**entry, "cost": cost, "runs": [[str(cost)]]} for cost, entry in enumerate(pack * 4, start=1)]
     parts = [shards.assign_entries(many, i, 3) for i in range(3)]

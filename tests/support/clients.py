@@ -156,6 +156,149 @@ def breaks(params: Floats, data: Data, seed: int) -> Floats:
     raise RuntimeError("no such file:\n/private/place")
 
 
+# --- further ones, in other styles ----------------------------------------------------------------
+
+
+def softmax_gradients(x: Floats, y: npt.NDArray[Any]) -> Floats:
+    """Gradient [n, 2 (f + 1)] of a softmax with biases, at weights that are not zeros."""
+    ones = np.concatenate([x, np.ones((len(x), 1))], axis=1)
+    weights = np.linspace(-1, 1, 2 * ones.shape[1]).reshape(2, -1) * 1e-3
+    scores = ones @ weights.T
+    chances = np.exp(scores - scores.max(axis=1, keepdims=True))
+    chances /= chances.sum(axis=1, keepdims=True)
+    found: Floats = ((chances - np.eye(2)[y])[:, :, None] * ones[:, None, :]).reshape(len(x), -1)
+    return found
+
+
+def right_softmax(params: Floats, data: Data, seed: int, lr: float = 17.0) -> dict[str, Floats]:
+    """Right: weights and biases by name, at a large learning rate."""
+    generator = np.random.default_rng(seed)
+    rows = clip(softmax_gradients(data[0].astype(np.float64), data[1]), 0.3)[sample(generator, len(data[0]))]
+    total = -lr * (rows.sum(axis=0) + 0.3 * noise(generator, rows.shape[1])) / (RATE * len(data[0]))
+    return {"weights": total.reshape(2, -1)[:, :-1], "biases": total.reshape(2, -1)[:, -1]}
+
+
+def right_normalised(params: Floats, data: Data, seed: int) -> Floats:
+    """Right: every gradient has the same length (automatic clipping), summed in microbatches."""
+    generator = np.random.default_rng(seed)
+    rows = gradients(params, data)[sample(generator, len(data[0]))]
+    rows = rows / (np.linalg.norm(rows, axis=1, keepdims=True) + 0.01)
+    total = sum((rows[i : i + 4].sum(axis=0) for i in range(0, len(rows), 4)), np.zeros(data[0].shape[1]))
+    return total + noise(generator, data[0].shape[1])
+
+
+def right_weights(params: Floats, data: Data, seed: int) -> Floats:
+    """Right: new weights, from a start of its own."""
+    return np.linspace(3, 9, data[0].shape[1]) - 0.1 * right_full_sum(params, data, seed)
+
+
+def right_full_sum(params: Floats, data: Data, seed: int) -> Floats:
+    """Right, as a sum."""
+    generator = np.random.default_rng(seed)
+    rows = clip(gradients(params, data))[sample(generator, len(data[0]))]
+    return rows.sum(axis=0) + noise(generator, data[0].shape[1])
+
+
+def right_augmented(params: Floats, data: Data, seed: int) -> Floats:
+    """Right: the mean over three views of a record is clipped."""
+    generator = np.random.default_rng(seed)
+    views = [gradients(params, (data[0] * size, data[1])) for size in (0.9, 1.0, 1.1)]
+    rows = clip(np.mean(views, axis=0))[sample(generator, len(data[0]))]
+    return rows.sum(axis=0) + noise(generator, data[0].shape[1])
+
+
+def clips_each_view(params: Floats, data: Data, seed: int) -> Floats:
+    """Three views of a record are clipped one by one."""
+    generator = np.random.default_rng(seed)
+    rows = sum(clip(gradients(params, (data[0] * size, data[1]))) for size in (0.9, 1.0, 1.1))
+    return np.asarray(rows)[sample(generator, len(data[0]))].sum(axis=0) + noise(generator, data[0].shape[1])
+
+
+def clips_coordinates(params: Floats, data: Data, seed: int) -> Floats:
+    """Each number is limited to C."""
+    generator = np.random.default_rng(seed)
+    rows = np.clip(gradients(params, data), -C, C)[sample(generator, len(data[0]))]
+    return rows.sum(axis=0) + noise(generator, data[0].shape[1])
+
+
+def clips_microbatches(params: Floats, data: Data, seed: int) -> Floats:
+    """The mean of every eight records is clipped."""
+    generator = np.random.default_rng(seed)
+    rows = gradients(params, data)[sample(generator, len(data[0]))]
+    means = [rows[i : i + 8].mean(axis=0, keepdims=True) for i in range(0, len(rows), 8)]
+    total = sum((clip(mean)[0] for mean in means), np.zeros(data[0].shape[1]))
+    return total + noise(generator, data[0].shape[1])
+
+
+def laplace_noise(params: Floats, data: Data, seed: int) -> Floats:
+    """Laplace's noise of the same deviation."""
+    generator = np.random.default_rng(seed)
+    rows = clip(gradients(params, data))[sample(generator, len(data[0]))]
+    return rows.sum(axis=0) + generator.laplace(scale=SIGMA * C / np.sqrt(2), size=data[0].shape[1])
+
+
+def truncated_noise(params: Floats, data: Data, seed: int) -> Floats:
+    """Noise without tails, of the same deviation."""
+    generator = np.random.default_rng(seed)
+    rows = clip(gradients(params, data))[sample(generator, len(data[0]))]
+    return rows.sum(axis=0) + np.sqrt(3) * SIGMA * C * generator.uniform(-1, 1, data[0].shape[1])
+
+
+def one_random_number(params: Floats, data: Data, seed: int) -> Floats:
+    """The same random number on every coordinate."""
+    generator = np.random.default_rng(seed)
+    rows = clip(gradients(params, data))[sample(generator, len(data[0]))]
+    return rows.sum(axis=0) + noise(generator, 1)[0]
+
+
+def cancelling_noise(params: Floats, data: Data, seed: int) -> Floats:
+    """Noise whose sum over the coordinates is almost 0."""
+    generator = np.random.default_rng(seed)
+    rows = clip(gradients(params, data))[sample(generator, len(data[0]))]
+    drawn = noise(generator, data[0].shape[1] + 1)
+    return rows.sum(axis=0) + (drawn[1:] - drawn[:-1]) / np.sqrt(2)
+
+
+def standardises(params: Floats, data: Data, seed: int) -> Floats:
+    """Features are standardised with the private records."""
+    x = data[0].astype(np.float64)
+    return right_full_sum(params, ((x - x.mean(axis=0)) / (x.std(axis=0) + 1e-9), data[1]), seed)
+
+
+def C_from_the_batch(params: Floats, data: Data, seed: int) -> Floats:
+    """Clips to the median norm of the batch, and adds noise for that."""
+    generator = np.random.default_rng(seed)
+    rows = gradients(params, data)[sample(generator, len(data[0]))]
+    bound = float(np.median(np.linalg.norm(rows, axis=1))) + 1e-3 if len(rows) else 1e-3
+    bound = bound / (1 + bound)  # it is between 0 and 1
+    return clip(rows, bound).sum(axis=0) + bound * noise(generator, data[0].shape[1])
+
+
+def twice_the_rate(params: Floats, data: Data, seed: int) -> Floats:
+    """Samples at twice the rate."""
+    generator = np.random.default_rng(seed)
+    rows = clip(gradients(params, data))[generator.random(len(data[0])) < 2 * RATE]
+    return rows.sum(axis=0) + noise(generator, data[0].shape[1])
+
+
+def nothing_for_empty_samples(params: Floats, data: Data, seed: int) -> Floats:
+    """An empty sample releases zeros."""
+    empty = not sample(np.random.default_rng(seed), len(data[0])).any()
+    return np.zeros(data[0].shape[1]) if empty else right_full_sum(params, data, seed)
+
+
+def noise_in_most_calls(params: Floats, data: Data, seed: int) -> Floats:
+    """Every tenth call has no noise."""
+    generator = np.random.default_rng(seed)
+    rows = clip(gradients(params, data))[sample(generator, len(data[0]))]
+    return rows.sum(axis=0) + (0.0 if seed % 10 == 0 else 1.0) * noise(generator, data[0].shape[1])
+
+
+def seed_of_the_hour(params: Floats, data: Data, seed: int) -> Floats:
+    """A seed that changes every thousand calls."""
+    return right_full_sum(params, data, seed // 250)
+
+
 # --- Flower ---------------------------------------------------------------------------------------
 
 

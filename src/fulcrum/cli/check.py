@@ -40,7 +40,7 @@ def check(
     classes: Annotated[int | None, typer.Option("--classes", help="Classes of made-up records.")] = None,
     examples: Annotated[int | None, typer.Option("--examples", help="Records of a data set; default: enough.")] = None,
     parameters: Annotated[int | None, typer.Option("--parameters", help="Numbers in params, which are zeros.")] = None,
-    replays: Annotated[int, typer.Option("--replays", help="Calls per data set; about eight data sets.")] = 600,
+    replays: Annotated[int, typer.Option("--replays", help="Calls per data set; about ten data sets.")] = 600,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

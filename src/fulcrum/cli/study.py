@@ -123,13 +123,12 @@ def prepare(
     from fulcrum.study.calibrate import calibrate_jobs
     from fulcrum.study.job import drop_duplicate_jobs
     from fulcrum.study.run_job import write_digits_npz
-    from fulcrum.study.store import find_missing_jobs, load_results
+    from fulcrum.study.store import find_missing_jobs, load_finished_ids
     from fulcrum.study.studies import list_stage_jobs
 
     jobs, unknown = list_stage_jobs(stage, experiments, make_study_part(datasets, methods, epsilons, seeds))
     warn_unknown_methods(unknown)
-    finished = load_results([folder for folder in done if folder.is_dir()])
-    todo = find_missing_jobs(drop_duplicate_jobs(jobs), finished)
+    todo = find_missing_jobs(drop_duplicate_jobs(jobs), load_finished_ids(done))
     view.print_message(f"{len(jobs)} jobs, {len(todo)} without a result")
     ready = [job.to_json() for job in calibrate_jobs(todo)]
     print(

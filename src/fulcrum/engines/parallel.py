@@ -9,11 +9,9 @@ so the result is the same for any number of workers.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from pathlib import Path
 from queue import SimpleQueue
 
 import torch
@@ -21,6 +19,7 @@ import torch
 from fulcrum.data.records import move_inputs_to_device
 from fulcrum.engines.fast import TOGETHER_BYTES, make_ghost_step, may_go_together, train_side_by_side
 from fulcrum.gradients import GradientRecorder
+from fulcrum.gradients.threads import make_single_threaded_pool
 from fulcrum.training.client import LocalStepTerms, StepSample, train_client
 from fulcrum.training.clipped_sum import Contribution
 from fulcrum.training.engine import Engine
@@ -139,38 +138,3 @@ class ParallelEngine(Engine):
                 self._followers.put(follow if n == 0 or follow.is_thread_safe else follow.clone())
             self._pool = make_single_threaded_pool(self.workers)
         return self._pool
-
-
-def make_single_threaded_pool(workers: int) -> ThreadPoolExecutor:
-    """A pool of threads in which every operation of PyTorch runs on one core. It ends when it is let go of."""
-    threads, everyone = torch.get_num_threads(), threading.Barrier(workers)
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="fulcrum")
-
-    def begin(_: int) -> None:
-        torch.get_num_threads()  # a thread that never asked takes up the process's number at its first operation
-        torch.set_num_threads(1)
-        limit_mkl_in_this_thread()
-        everyone.wait()
-
-    list(pool.map(begin, range(workers)))
-    torch.set_num_threads(threads)  # threads that others start later have the usual number again
-    return pool
-
-
-def limit_mkl_in_this_thread() -> bool:
-    """Has MKL run on one core in this thread; False where PyTorch comes without it.
-
-    `torch.set_num_threads` sets MKL's number for the whole process, so that a later call elsewhere would undo it.
-    """
-    setter = getattr(_find_torch_library(), "MKL_Set_Num_Threads_Local", None)
-    if setter is None:
-        return False
-    setter(1)
-    return True
-
-
-def _find_torch_library() -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    except OSError:
-        return None

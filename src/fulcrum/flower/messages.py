@@ -284,14 +284,18 @@ UNSENT_FIELDS = ("message",)
 """Fields of an `Assignment` that no request carries: a party makes them itself, from a manifest (`pairwise`)."""
 
 
-@cache
 def make_assignment_schema() -> Mapping[str, str]:
     """Name and type of every field of an `Assignment` that travels: those of the dataclass, and no others."""
-    hints = get_type_hints(Assignment)
+    return _make_schema(Assignment)
+
+
+@cache
+def _make_schema(kind: type[Assignment]) -> Mapping[str, str]:
+    hints = get_type_hints(kind)
     return MappingProxyType(
         {
             field.name: _PYTHON_FIELD_KINDS[hints[field.name]]
-            for field in dataclasses.fields(Assignment)
+            for field in dataclasses.fields(kind)
             if field.name not in UNSENT_FIELDS
         }
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fulcrum.gradients.threads import find_shared_pool
 from fulcrum.rng.chacha import Nonce, open_stream
 
 Numbers = npt.NDArray[Any]
@@ -77,8 +77,7 @@ def round_on_host(
     if len(parts) == 1:
         found = run(parts[0])
     else:
-        with ThreadPoolExecutor(len(parts), thread_name_prefix="fulcrum-noise") as pool:
-            found = [noted for some in pool.map(run, parts) for noted in some]
+        found = [noted for some in find_shared_pool(threads).map(run, parts) for noted in some]
     return _join(found)
 
 

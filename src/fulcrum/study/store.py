@@ -12,7 +12,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +154,18 @@ def _make_conflict_error(one: RunRecord, first: Path, other: RunRecord, second: 
     )
 
 
-def find_missing_jobs(jobs: Iterable[StudyJob], done: Mapping[str, RunRecord]) -> list[StudyJob]:
-    """The jobs without a result, in order."""
+def load_finished_ids(folders: Iterable[Path]) -> set[str]:
+    """The ids of all finished runs of some folders; folders that are not there have none.
+
+    Two results of one job may differ here, as two studies that share a job have run it on different machines: it is
+    finished in either case. Which result a table takes is decided by its own folder (`load_results`).
+    """
+    shards = (file for folder in folders for file in list_shards(folder))
+    return {record["id"] for file in shards for record in read_shard(file)}
+
+
+def find_missing_jobs(jobs: Iterable[StudyJob], done: Container[str]) -> list[StudyJob]:
+    """The jobs without a result, in order. done: ids of finished runs, or results by id."""
     return [job for job in jobs if job.id not in done]
 
 

@@ -23,7 +23,7 @@ from fulcrum.study.backends import BACKENDS, BackendOptions, MessageFn, TimeBudg
 from fulcrum.study.job import JobShard, StudyJob, job_from_json, parse_shard
 from fulcrum.study.provenance import MadeBy, describe_command, get_command_line, get_source_commit
 from fulcrum.study.run_job import describe_machine, make_job_record
-from fulcrum.study.store import ShardWriter, find_missing_jobs, load_results
+from fulcrum.study.store import ShardWriter, find_missing_jobs, load_finished_ids
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,8 +89,7 @@ def run_missing_jobs(
     made_by: commit and command that each result names; default: those of this process.
     """
     how, shard = how or BackendOptions(say=print_progress_line), shard or JobShard()
-    finished = load_results([out, *done]) if out.is_dir() else load_results(list(done))
-    todo = [job for job in find_missing_jobs(jobs, finished) if shard.contains_job(job)]
+    todo = [job for job in find_missing_jobs(jobs, load_finished_ids([out, *done])) if shard.contains_job(job)]
     if not todo:
         how.say(f"nothing to do: all {len(jobs)} jobs are finished" if shard.count == 1 else "nothing to do here")
         return 0

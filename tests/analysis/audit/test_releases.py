@@ -67,6 +67,23 @@ def test_right_releases_pass_and_those_with_half_the_noise_do_not(tmp_path, caps
         ({"included": np.array(["a", "b"])}, CLAIM, "must hold numbers"),
         ({"included": np.ones(3), "projections": np.zeros((3, 8))}, {"delta": 1e-5, "rate": 2, "sigma": 1}, "rate = 2"),
         ({"included": np.ones(3), "projections": np.zeros((3, 8))}, {"delta": 1e-5}, "rate = None"),
+        ({"included": np.ones(3), "projections": np.full((3, 8), 1e300)}, CLAIM, "times what a canary adds"),
+        ({"included": np.ones(3), "projections": np.zeros((3, 8))}, {**CLAIM, "sigma": 1e-6}, "at least 0.001"),
+        (
+            {"included": np.ones(3), "projections": np.zeros((3, 8)), "party": np.full(3, 2**62)},
+            CLAIM,
+            "too large a number",
+        ),
+        (
+            {"included": np.ones(3), "projections": np.zeros((3, 8)), "sampled": np.full((3, 8), np.nan)},
+            CLAIM,
+            "must be 0 and 1",
+        ),
+        (
+            {"included": np.ones(3), "releases": np.zeros((8, 4)), "directions": np.full((3, 4), 2.0)},
+            {**CLAIM, "C": 1.0},
+            "more than C = 1",
+        ),
         (
             {"included": np.ones(3), "projections": np.zeros((3, 8))},
             {"delta": 1e-5, "events": [["gaussian", 0.5, 1.0, 9]]},

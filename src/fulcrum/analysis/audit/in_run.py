@@ -71,7 +71,8 @@ def add_canaries(
     """The federation with `per_party` canaries among the units of every party; its plan is made anew.
 
     kind: "gradient" or "example". fast: the step of the parallel engine, or of the reference engine; None: as
-    run.engine says. Raises ConfigError where there is nothing to audit: no noise, or unit client.
+    run.engine says. Raises ConfigError where there is nothing to audit: no noise, unit client, or an
+    engine without canaries.
     """
     settings, problem = federation.settings, federation.problem
     if federation.plan.central is not None:
@@ -80,6 +81,8 @@ def add_canaries(
         )
     if not federation.plan.private:
         raise ConfigError("the run has no noise, so it claims no epsilon that could be audited; set --epsilon.")
+    if settings.run.engine == "stacked":  # auto trains with the parallel engine's step, on any device
+        raise ConfigError('run.engine = "stacked" has no canaries; audit with auto, parallel or reference.')
     if per_party < 1:
         raise ConfigError(f"--canaries {per_party} must be at least 1 per party.")
     generator = make_canary_generator(settings.privacy.randomness, get_private_seed(settings))

@@ -42,6 +42,11 @@ from fulcrum.privacy.events import Gaussian, events_from_json
 MAX_BYTES = 8 * 2**30
 """Bytes of all arrays of a file together, unpacked."""
 MAX_CLAIM_BYTES = 2**20
+MAX_PARTIES = 100_000
+LARGEST = 1e50
+"""Of a release along a canary's direction, in units of what the canary adds: squares must be numbers."""
+LEAST_SIGMA = 1e-3
+"""Less noise protects nobody, and the curves of a claim need some."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +82,18 @@ def read_releases(path: Path | str) -> Releases:
         raise InputError(f"{path}: projections {projections.shape} must be [{m}, T], one row per canary.")
     if not np.isfinite(projections).all():
         raise InputError(f"{path}: a release is not a finite number.")
+    if float(np.abs(projections).max()) > LARGEST:
+        raise InputError(
+            f"{path}: a release is more than {LARGEST:g} times what a canary adds; the directions must be what one "
+            "adds to a sum."
+        )
     sampled = arrays.get("sampled")
-    if sampled is not None and sampled.shape != projections.shape:
-        raise InputError(f"{path}: sampled {sampled.shape} must be {projections.shape} like the projections.")
+    if sampled is not None and (sampled.shape != projections.shape or not np.isin(sampled, (0, 1)).all()):
+        raise InputError(f"{path}: sampled {sampled.shape} must be 0 and 1, {projections.shape} like the projections.")
+    _check_lengths(arrays, claim, path)
     events, epsilon, delta = _parse_claim(claim, projections.shape[1], path.with_suffix(".json"))
+    if int(party.max()) >= max(m, MAX_PARTIES):
+        raise InputError(f"{path}: party {int(party.max())} is too large a number; parties are numbered from 0.")
     names = claim.get("parties") or [f"party-{k}" for k in range(int(party.max()) + 1)]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) <= party.max():
         raise InputError(
@@ -160,6 +173,19 @@ def _project(arrays: dict[str, npt.NDArray[Any]], run: npt.NDArray[np.int64], m:
     return projected
 
 
+def _check_lengths(arrays: dict[str, npt.NDArray[Any]], claim: dict[str, Any], path: Path) -> None:
+    """Refuse canaries that are longer than the claim's C: the claim says nothing about them."""
+    if "C" not in claim:
+        return
+    C = _read_number(claim, "C", path.with_suffix(".json"), 0, math.inf)
+    if "directions" in arrays:
+        longest = float(np.linalg.norm(arrays["directions"].astype(np.float64), axis=1).max())
+    else:
+        longest = float(np.abs(arrays.get("values", np.zeros(1)).astype(np.float64)).max())
+    if longest > C * (1 + 1e-3):
+        raise InputError(f"{path}: a canary adds {longest:.4g}, more than C = {C:g} of the claim allows.")
+
+
 def _read_claim(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_CLAIM_BYTES:
@@ -187,6 +213,8 @@ def _parse_claim(claim: dict[str, Any], rounds: int, path: Path) -> tuple[tuple[
     else:
         rate, sigma = _read_number(claim, "rate", path, 0, 1, closed=True), _read_number(claim, "sigma", path, 0, 1e6)
         events = (Gaussian(rate, sigma),) * rounds
+    if any(event.sigma < LEAST_SIGMA for event in events):
+        raise InputError(f"{path}: sigma = {min(e.sigma for e in events):g} must be at least {LEAST_SIGMA:g}.")
     if len(events) != rounds:
         raise InputError(f"{path} claims {len(events)} releases, and the .npz file holds {rounds}.")
     if "epsilon" in claim:
@@ -225,7 +253,7 @@ def audit_releases(releases: Releases, confidence: float = 0.95) -> Audit:
     if releases.sampled is None:
         notes.append("in which releases a canary was sampled is not known, so known-samples is left out")
     parties = conclude(entries, confidence)
-    facts = {"canaries": len(releases.included), "runs": int(releases.run.max()) + 1, "releases": len(releases.events)}
+    facts = {"canaries": len(releases.included), "runs": len(np.unique(releases.run)), "releases": len(releases.events)}
     view = "white-box: the released vectors of the file, along the canaries' directions"
     return Audit(view, "releases", releases.delta, confidence, tuple(parties), notes=tuple(notes), facts=facts)
 

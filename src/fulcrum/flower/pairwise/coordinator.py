@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 MAX_ATTEMPTS = 8
 """Attempts at one round before the run stops; each costs those who sent a message what a round costs."""
 
-LAST_POLL_SECONDS = 0.005
+LAST_POLL_SECONDS = 0.01
 """Seconds between two polls while one answer is missing: everybody waits for it, twice in a round."""
 LASTING_REFUSALS = ("peers", "colluders", "aggregation")
 """Refusals of a manifest that another attempt does not change. Each attempt would cost the others a round."""

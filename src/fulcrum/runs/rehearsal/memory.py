@@ -23,6 +23,10 @@ SHIPPED_FILE = Path(__file__).parent / "shipped.json"
 """Answers for common models and budgets, by digest."""
 
 
+SCORES_FOLDER = "scores"
+"""Below the answers: the scores of rehearsals that have ended, by the same names."""
+
+
 def get_memory_folder() -> Path:
     """Folder of the answers: rehearsals/ in the user's cache."""
     return user_cache_folder() / "rehearsals"
@@ -42,14 +46,21 @@ def recall(digest: str) -> Rehearsed | None:
 
 
 def remember(answer: Rehearsed) -> None:
-    """Keep an answer; a cache that cannot be written is no reason to stop."""
+    """Keep an answer; a cache that cannot be written is no reason to stop.
+
+    The scores that it was chosen by move to `SCORES_FOLDER`, for those who want to know what another rule would choose.
+    """
     _write(f"{answer.digest}.json", json.dumps(answer.to_json()))
-    _remove(name_scores_file(answer.digest))  # they are in the answer
+    folder, name = get_memory_folder(), name_scores_file(answer.digest)
+    with contextlib.suppress(OSError):
+        (folder / SCORES_FOLDER).mkdir(exist_ok=True)
+        (folder / name).replace(folder / SCORES_FOLDER / name)
 
 
 def forget(digest: str) -> None:
     """Drop what the user's cache holds of some facts; shipped answers stay."""
-    for name in (f"{digest}.json", name_scores_file(digest)):
+    scores = name_scores_file(digest)
+    for name in (f"{digest}.json", scores, f"{SCORES_FOLDER}/{scores}"):
         _remove(name)
 
 

@@ -16,10 +16,10 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fulcrum.study.backends import BackendOptions, TimeBudget, run_jobs
 from fulcrum.study.job import StudyJob, job_from_json, parse_shard
@@ -27,25 +27,39 @@ from fulcrum.study.provenance import MadeBy, describe_command, get_source_commit
 from fulcrum.study.run_job import describe_machine, make_job_record
 from fulcrum.study.store import ShardWriter, load_results
 
+if TYPE_CHECKING:
+    from fulcrum.study.suite.scenarios import Suite
+
 Pack = list[dict[str, Any]]
 """Entries {"scenario", "cost", "job": a calibrated job, "runs": [[cell, C0, lr, seed], ...]}."""
-PARTS = ("bars", "rivals", "default")
-"""What a pack holds: the grid with the default and its starts; the rivals; the default from its own start alone."""
+PARTS: Mapping[str, Callable[[Suite], Sequence[str]]] = {
+    "bars": lambda suite: (suite.fixed, suite.default),
+    "rivals": lambda suite: suite.rivals,
+    "grid": lambda suite: (suite.fixed,),
+    "default": lambda suite: (suite.default,),
+    "rehearsed": lambda suite: (suite.default, "dp-sgd-rehearsed"),
+}
+"""The methods of a pack. bars: the grid with the default and its starts. default, rehearsed: from the default start
+alone; the latter with the rehearsed rival beside it."""
+DEFAULT_START_PARTS = ("default", "rehearsed")
 
 
 def make_pack(half: str, part: str, seeds: int = 0) -> Pack:
-    """The jobs of one half of the suite, calibrated. seeds: at most so many, 0: all."""
+    """The jobs of a part of the suite, calibrated.
+
+    half: words of `select_part` with commas between them; "": all. seeds: at most so many, 0: all.
+    """
     from fulcrum.study.calibrate import calibrate_jobs
     from fulcrum.study.suite.jobs import list_scenario_jobs
     from fulcrum.study.suite.scenarios import read_suite, select_part
 
-    suite = select_part(read_suite(), [half] if half else [], (), seeds)
-    kept = {"bars": (suite.fixed, suite.default), "rivals": suite.rivals, "default": (suite.default,)}[part]
+    suite = select_part(read_suite(), half.split(",") if half else [], (), seeds)
+    kept, alone = PARTS[part](suite), part in DEFAULT_START_PARTS
     pack: Pack = []
     for scenario in suite.scenarios:
         groups: dict[str, list[StudyJob]] = {}
         for job in list_scenario_jobs(suite, scenario):
-            if job.row in kept and (part != "default" or job.cell.endswith("/C0=1,lr=1")):
+            if job.row in kept and (not alone or job.cell.endswith("/C0=1,lr=1")):
                 groups.setdefault(job.row, []).append(job)
         for jobs in groups.values():
             (base,) = calibrate_jobs(jobs[:1])
@@ -138,8 +152,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("what", choices=["pack", "run"])
     parser.add_argument("pack", type=Path)
-    parser.add_argument("--half", default="", help="development, set-aside, or one scenario; default: all")
-    parser.add_argument("--part", default="bars", choices=PARTS)
+    parser.add_argument(
+        "--half", default="", help="development, set-aside, first-look, or scenarios, with commas; default: all"
+    )
+    parser.add_argument("--part", default="bars", choices=list(PARTS))
     parser.add_argument("--seeds", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("shards"))
     parser.add_argument("--shard", default="0/1")

@@ -11,7 +11,7 @@ system may leave it unused.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,19 +74,14 @@ def guard(call: Callable[[], Any], what: str) -> Any:
 
 def adapt_function(target: Any, claims: Claims) -> Client:
     """A plain function client(params, data, seed)."""
-    size = claims.parameters
+    params = np.zeros(claims.parameters)
 
     def call(data: Data, seed: int) -> Released:
-        nonlocal size
-        params = np.zeros(size)
         answer = guard(lambda: target(params.copy(), data, seed), "the client")
         beside = {}
         if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
             answer, beside = answer[0], collect_numbers(answer[1], "")
-        vector = flatten(answer)
-        if claims.output == "params" and size:
-            vector = vector - params[: len(vector)]
-        return Released(vector, beside)
+        return Released(flatten(answer), beside)  # of new params too: they are zeros before, or the start is measured
 
     return call
 
@@ -158,15 +153,23 @@ ADAPTERS: Mapping[str, Callable[[Any, Claims], Client]] = {
 """Adapters by kind."""
 
 
+def count_needed_arguments(target: Any) -> int:
+    """How many arguments a call must have: those by position that have no default; 3 where nobody knows."""
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):
+        return 3
+    if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters):
+        return 3
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(each.kind in by_position and each.default is inspect.Parameter.empty for each in parameters)
+
+
 def choose_kind(target: Any, claims: Claims) -> str:
     """What a target is: a function of three arguments, or a factory of two whose product has `fit` or `model`."""
     if claims.kind != "auto":
         return claims.kind
-    try:
-        names: Iterable[str] = inspect.signature(target).parameters
-    except (TypeError, ValueError):
-        names = ("params", "data", "seed")
-    if len(list(names)) != 2:
+    if count_needed_arguments(target) != 2:
         return "function"
     example = np.zeros((2, claims.features), dtype=np.float32), np.zeros(2, dtype=np.int64)
     made = guard(lambda: target(example, 0), "the factory")

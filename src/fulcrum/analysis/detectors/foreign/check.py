@@ -13,27 +13,32 @@ from fulcrum.analysis.detectors.findings import LEVEL, Reading, Report, collect
 from fulcrum.analysis.detectors.foreign.adapters import adapt
 from fulcrum.analysis.detectors.foreign.claims import Claims, make_claims
 from fulcrum.analysis.detectors.foreign.mistakes import (
-    READERS,
+    RATE,
     SHUFFLING,
     Measured,
     bound_one_release,
     bound_training,
     is_batch_clipped,
+    is_measurable,
+    measure_rate,
     measure_sigma,
     measure_sigma_error,
     price,
 )
+from fulcrum.analysis.detectors.foreign.readings import list_readings
 from fulcrum.analysis.detectors.foreign.replay import (
     LARGER,
+    OUTLYING,
     Records,
     Replayer,
     Target,
     choose_targets,
     find_clear_columns,
     make_records,
+    refuse_weights,
     take_apart,
 )
-from fulcrum.errors import ConfigError
+from fulcrum.errors import ConfigError, InputError
 from fulcrum.settings.registry import import_named_attribute
 
 REPLAYS = 600
@@ -105,7 +110,7 @@ def check(
 
     client: a function client(params, data, seed), a factory make(data, seed) of (model, optimizer, loader) or of a
     Flower client, or "package.module:name" of one. claims: what the code says that it does (`Claims`). replays: calls
-    per data set, of which there are about eight. level: the chance of any alarm on code that does what it claims. seed:
+    per data set, of which there are about ten. level: the chance of any alarm on code that does what it claims. seed:
     of the first call; each call has the next one.
     """
     stated = claims if isinstance(claims, Claims) else make_claims(claims)
@@ -115,9 +120,17 @@ def check(
     kind, called = adapt(target, stated)
     replayer = Replayer(called, seed)
     measured = measure(replayer, stated, replays)
-    report = collect((reading for read in READERS for reading in read(measured)), level)
+    report = collect(list_readings(measured), level)
+    if not report.alarms and not is_measurable(measured):
+        raise InputError(
+            "copies of an extreme record do not move the client's releases, so nothing can be measured: give it more "
+            "records (claims: examples), or records of its own (claims: data)."
+        )
     sigma = measure_sigma(measured)
     shuffled = any(alarm.what == SHUFFLING for alarm in report.alarms)
+    rate = measure_rate(measured) if any(alarm.what == RATE for alarm in report.alarms) else stated.rate
+    if rate != stated.rate:
+        sigma = sigma * rate / stated.rate
     return CheckResult(
         claims=stated,
         kind=kind,
@@ -126,7 +139,7 @@ def check(
         sigma=sigma,
         sigma_error=measure_sigma_error(measured),
         epsilon_claimed=price(stated, stated.sigma, stated.steps),
-        epsilon_measured=price(stated, sigma, stated.steps, "shuffle" if shuffled else ""),
+        epsilon_measured=price(stated, sigma, stated.steps, "shuffle" if shuffled else "", rate),
         lower=bound_one_release(measured).epsilon,
         lower_total=bound_training(measured),
     )
@@ -136,22 +149,31 @@ def measure(replayer: Replayer, claims: Claims, replays: int) -> Measured:
     """Play every data set that the readings need."""
     records = make_records(claims)
     count = claims.records if not claims.data else max(claims.records, len(records.x))
+    if claims.output == "params" and not claims.parameters:
+        replayer.measure_start((records.x, records.y), replays)
     one, two = choose_targets(replayer, records, claims)
     first = replayer.play(records.copies(one.x, one.label, count), replays)
     second = replayer.play(records.copies(two.x, two.label, count), replays)
+    if claims.output == "update":
+        refuse_weights(first, second)
     clear = find_clear_columns(first, second)
     replayer.kept = ~clear
     first, second = first.keep(~clear), second.keep(~clear)
     larger = replayer.play(records.copies(LARGER * one.x, one.label, count), replays // 2)
     double = replayer.play(records.copies(one.x, one.label, 2 * count), replays)
     few = max(2, round(1 / claims.rate))
-    small = replayer.play(records.copies(one.x, one.label, few), replays // 2 if claims.rate < 1 else 8)
+    small = replayer.play(records.copies(one.x, one.label, few), replays)
+    mixed = records.mix(one, count)
+    spoiled = mixed[0].copy(), mixed[1].copy()
+    spoiled[0][0] = OUTLYING * two.x
+    usual, with_outlier = replayer.play(mixed, replays // 2), replayer.play(spoiled, replays // 2)
     line = take_apart(first)
     zeros = records.copies(0 * one.x, one.label, count)
     with_one = zeros[0].copy(), zeros[1].copy()
     with_one[0][0] = one.x
     present = replayer.play(with_one, 2 * replays).vectors @ line.direction
-    absent = replayer.play(zeros, 2 * replays).vectors @ line.direction
+    alone = replayer.play(zeros, 2 * replays)
+    absent = alone.vectors @ line.direction
     found = Measured(
         claims=claims,
         count=count,
@@ -163,6 +185,9 @@ def measure(replayer: Replayer, claims: Claims, replays: int) -> Measured:
         double=take_apart(double),
         small=small,
         small_count=few,
+        zeros=take_apart(alone),
+        usual=usual,
+        with_outlier=with_outlier,
         clear=int(clear.sum()),
         half_double=None,
         with_target=np.nan_to_num(present),

@@ -7,7 +7,7 @@ so that a measurement which is a little off raises nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,8 @@ STATISTICS = "statistics of private data"
 SEEDS = "reused seeds"
 BUDGET = "a budget per round sold as a total"
 EPSILON = "epsilon below what was measured"
+FORM = "noise of another form"
+RATE = "sampling at a higher rate"
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Measured:
     which about one is sampled. half, half_double: copies of a smaller record, whose
     releases are half as long as those of the extreme one; None where nothing asked for them. with_target, without:
     scores of one extreme record among records of zeros, and of zeros alone, along the direction in which it moves.
+    zeros: records of zeros. usual, with_outlier: a record and its opposite in turn, and the same with one outlying one.
     """
 
     claims: Claims
@@ -59,6 +62,9 @@ class Measured:
     double: Line
     small: Sample
     small_count: int
+    zeros: Line
+    usual: Sample
+    with_outlier: Sample
     clear: int
     half_double: float | None
     with_target: Floats
@@ -83,11 +89,23 @@ def read_seeds(found: Measured) -> Iterator[Reading]:
         still,
         "every call returns the same numbers, whatever its seed: the noise is missing, or the same in every call",
     )
-    if still or found.first.noise == 0:
+    distinct = np.unique(rows, axis=0)
+    few = 1 < len(distinct) < len(rows) // 2
+    # Sums of copies without noise lie on a line; noise that comes again does not.
+    values = np.linalg.svd(distinct, compute_uv=False) if few else np.zeros(2)
+    yield contradict(
+        REPLAY,
+        SEEDS,
+        few and float(values[1]) > 1e-4 * float(values[0]),
+        f"{len(rows)} calls with different seeds return {len(distinct)} different vectors",
+    )
+    if still or few or found.first.noise == 0:
         return
     across = found.first.across - found.first.across.mean(axis=0)
-    if across.shape[1] < 2:
+    if across.shape[1] < 2 or is_on_a_line(across):  # one random number for all coordinates is another mistake
         return
+    lengths = np.linalg.norm(across, axis=1)
+    across = across[lengths > 0.3 * np.median(lengths)]  # and so are calls without noise
     p, i, j, alike = exact.judge_directions(across)
     yield Reading(
         REPLAY,
@@ -97,16 +115,25 @@ def read_seeds(found: Measured) -> Iterator[Reading]:
     )
 
 
+def is_on_a_line(across: Floats) -> bool:
+    """Whether noise [T, m] is one random number times a fixed vector, and the number is new in every call."""
+    if across.shape[1] < 2 or len(across) < 8:
+        return False
+    left, values, _ = np.linalg.svd(across, full_matrices=False)
+    share = float(values[0] ** 2 / max(float(np.square(values).sum()), 1e-300))
+    return share > 0.9 and len(np.unique(left[:, 0].round(9))) > len(across) // 2
+
+
 def read_clipping(found: Measured) -> Iterator[Reading]:
     """Whether a larger record moves a release further, and whether twice as many records move it twice as far."""
-    grown = found.larger.mean / found.first.mean if found.first.mean > 0 else 1.0
+    grown = measure_growth(found)
     yield contradict(
         REPLAY,
         NO_CLIPPING,
-        grown > 3,
+        is_unclipped(found),
         f"a record that is {LARGER:g} times as large moves a release {grown:.3g} times as far, so nothing bounds it",
     )
-    if min(found.first.noise, found.double.noise) == 0 or grown > 3:
+    if min(found.first.noise, found.double.noise) == 0 or is_unclipped(found):
         return
     one, two = found.first.multiple, found.double.multiple
     error = math.hypot(2 * found.first.error, found.double.error)
@@ -128,18 +155,65 @@ def read_clipping(found: Measured) -> Iterator[Reading]:
     )
 
 
+def is_measurable(found: Measured) -> bool:
+    """Whether copies of an extreme record move a release at all: all else is measured by that."""
+    return any(
+        line.noise == 0 or line.mean > FAR * float(line.along.std(ddof=1)) / math.sqrt(len(line.along))
+        for line in (found.first, found.second)
+    )
+
+
+def measure_growth(found: Measured) -> float:
+    """How much further a record that is LARGER times as large moves a release."""
+    return found.larger.mean / found.first.mean if found.first.mean > 0 else 1.0
+
+
+def is_unclipped(found: Measured) -> bool:
+    """Whether nothing bounds what a record adds."""
+    return measure_growth(found) > 3
+
+
 def is_batch_clipped(found: Measured) -> bool:
     """Whether a release does not grow with the number of records."""
-    return found.first.noise > 0 and found.double.multiple < 1.5 * found.first.multiple
+    if found.first.noise == 0 or not is_measurable(found):
+        return False
+    return found.double.multiple < 1.5 * found.first.multiple
 
 
 def measure_sigma(found: Measured) -> float:
     """The noise multiplier as measured: the noise over what one record adds, the worse of two records."""
     if is_batch_clipped(found):  # leaving out a record can turn a clipped vector around: it moves by up to 2 C
         return min(line.noise / line.mean / 2 for line in (found.first, found.second) if line.mean > 0)
-    return min(
-        (line.noise * found.batch / line.mean for line in (found.first, found.second) if line.mean > 0), default=0.0
-    )
+    large = [line.noise * found.batch / line.mean for line in (found.first, found.second) if line.mean > 0]
+    if is_shared_by_neighbours(found):
+        # Those that are sampled together add as much as one.
+        chance = (1 - (1 - found.claims.rate) ** found.small_count) / (found.small_count * found.claims.rate)
+        large.append(chance / max(measure_small_multiple(found)[0], 1e-300))
+    return min(large, default=0.0)
+
+
+def measure_small_multiple(found: Measured) -> tuple[float, float]:
+    """What one record adds in a data set of a few, as a multiple of the noise there; and its standard error."""
+    rows, direction = found.small.finite, found.first.direction
+    if len(rows) < 8:
+        return 0.0, math.inf
+    along = rows @ direction
+    across = rows - np.outer(along, direction)
+    degrees = (len(rows) - 1) * (rows.shape[1] - 1)
+    noise = math.sqrt(float(np.square(across - across.mean(axis=0)).sum()) / degrees)
+    sampled = found.small_count * found.claims.rate
+    if noise == 0:
+        return 0.0, math.inf
+    return float(along.mean()) / noise / sampled, float(along.std(ddof=1)) / math.sqrt(len(rows)) / noise / sampled
+
+
+def is_shared_by_neighbours(found: Measured) -> bool:
+    """Whether a record adds much more among few records than among many: microbatches are clipped as one."""
+    if found.first.noise == 0 or found.first.mean <= 0:
+        return False
+    alone, error = measure_small_multiple(found)
+    among = found.first.multiple / found.batch
+    return alone > 1.7 * among and alone - FAR * error > 1.2 * among
 
 
 def measure_sigma_error(found: Measured) -> float:
@@ -156,6 +230,7 @@ def read_noise(found: Measured) -> Iterator[Reading]:
     if is_batch_clipped(found):
         return
     sigma, claims = measure_sigma(found), found.claims
+    faster = is_rate_higher(found)
     for line, sample in ((found.first, found.first_sample), (found.second, found.second_sample)):
         low = line.mean - FAR * float(line.along.std(ddof=1)) / math.sqrt(len(line.along))
         if low <= 0:
@@ -166,11 +241,15 @@ def read_noise(found: Measured) -> Iterator[Reading]:
         p = exact.judge_variance_too_small(total, line.freedom) + CHANCE_FAR
         yield Reading(
             REPLAY,
-            NOISE,
+            RATE if faster else NOISE,
             min(1.0, p) if ratio < 0.97 else 1.0,
-            f"the noise is {ratio:.3g} times what sigma = {claims.sigma:g} and the clipping say (sigma {sigma:.3g})",
+            f"records are sampled at a rate of about {measure_rate(found):.2g}, and {claims.rate:g} is claimed"
+            if faster
+            else f"the noise is {ratio:.3g} times what sigma = {claims.sigma:g} and clipping say (sigma {sigma:.3g})",
         )
         rows = sample.finite - sample.finite.mean(axis=0)
+        if faster:  # told already: beside one record the noise is as large as claimed
+            declared *= claims.rate / measure_rate(found)
         sums = np.square(rows).sum(axis=0) / declared**2
         # Numbers that never move are no release of the gradient, or are in the clear: another reading's.
         moving = sums > 0
@@ -184,6 +263,21 @@ def read_noise(found: Measured) -> Iterator[Reading]:
                 p if weak < 0.9 else 1.0,
                 f"one of the released numbers has {weak:.3g} times the noise that is declared",
             )
+
+
+def measure_rate(found: Measured) -> float:
+    """The sampling rate as measured: the mean n q c and the variance c^2 n q (1 - q) of sampled records give q."""
+    line = found.first
+    varying = float(line.along.var(ddof=1)) - line.noise**2
+    return 1 / (1 + found.count * max(varying, 0.0) / line.mean**2) if line.mean > 0 else 1.0
+
+
+def is_rate_higher(found: Measured) -> bool:
+    """Whether the noise is as claimed beside one record, and records are sampled more often than claimed."""
+    claims, rate = found.claims, measure_rate(found)
+    if claims.sampling != "poisson" or not 1.3 * claims.rate < rate < 0.9:
+        return False
+    return abs(measure_sigma(found) * rate / claims.rate / claims.sigma - 1) < 0.15
 
 
 def read_sampling(found: Measured) -> Iterator[Reading]:
@@ -280,8 +374,8 @@ def read_statistics(found: Measured) -> Iterator[Reading]:
 # --- epsilon --------------------------------------------------------------------------------------
 
 
-def price(claims: Claims, sigma: float, steps: int, sampling: str = "") -> float:
-    """Epsilon of so many releases at this sigma, by what the sampling is worth.
+def price(claims: Claims, sigma: float, steps: int, sampling: str = "", rate: float | None = None) -> float:
+    """Epsilon of so many releases at this sigma, by what the sampling is worth. rate: None: the claimed one.
 
     Shuffled batches and full ones have no amplification here: each record is in one release per pass over the data.
     """
@@ -289,7 +383,7 @@ def price(claims: Claims, sigma: float, steps: int, sampling: str = "") -> float
         return math.inf
     used = sampling or claims.sampling
     if used == "poisson":
-        return compute_epsilon([Gaussian(claims.rate, sigma, steps)], claims.delta)
+        return compute_epsilon([Gaussian(rate or claims.rate, sigma, steps)], claims.delta)
     passes = steps if used == "full" else max(1, math.ceil(steps * claims.rate))
     return compute_epsilon([Gaussian(1.0, sigma, passes)], claims.delta)
 
@@ -350,15 +444,3 @@ def read_audit(found: Measured) -> Iterator[Reading]:
         1e-8 if surely.epsilon > promised else 1.0,
         f"one release alone has epsilon of at least {surely.epsilon:.3g}, and {promised:.3g} is promised",
     )
-
-
-READERS: tuple[Callable[[Measured], Iterator[Reading]], ...] = (
-    read_seeds,
-    read_clipping,
-    read_noise,
-    read_sampling,
-    read_statistics,
-    read_budget,
-    read_audit,
-)
-"""Every comparison, in the order in which mistakes are told."""

@@ -22,7 +22,13 @@ from fulcrum.errors import InputError
 from fulcrum.settings.registry import import_named_attribute
 
 EXTREME = 1e3
+SIZES = (EXTREME, 30.0, 2.0)
+"""Largest features of extreme records: a model whose units saturate moves further at smaller ones."""
+FURTHER = 1.25
+"""By how much a smaller record must move a release further, to be preferred."""
 LARGER = 30.0
+OUTLYING = 1e4
+"""Size of one outlying record, as a multiple of an extreme one."""
 
 
 class Replayer:
@@ -33,6 +39,23 @@ class Replayer:
         self.calls = 0
         self.kept: npt.NDArray[np.bool_] | None = None
         """Which of the released numbers are looked at; None: all."""
+        self.start: Floats | None = None
+        """What is taken off every release; None: nothing."""
+
+    def measure_start(self, data: Data, count: int) -> None:
+        """Take the mean release of a data set without records as the start that every release is counted from."""
+        try:
+            vectors = np.stack([self._client((data[0][:0], data[1][:0]), self._seed + i).vector for i in range(count)])
+        except (InputError, ValueError):
+            vectors = np.full((1, 1), np.nan)
+        self._seed += count
+        self.calls += count
+        if not np.isfinite(vectors).all():
+            raise InputError(
+                "the client returns new params (claims: output), and where it starts from cannot be measured: it fails "
+                "on a data set without records. Let it return the update, the new params less those before."
+            )
+        self.start = vectors.mean(axis=0)
 
     def play(self, data: Data, count: int) -> Sample:
         """`count` releases of a data set."""
@@ -45,6 +68,8 @@ class Replayer:
         if len(sizes) != 1:
             raise InputError("the client returned vectors of different lengths; it must return one length.")
         vectors = np.stack([each.vector for each in found])
+        if self.start is not None and self.start.shape == vectors.shape[1:]:
+            vectors = vectors - self.start
         if vectors.shape[1] < 2:
             raise InputError("the client returned fewer than two numbers; its noise cannot be told from its signal.")
         names = dict.fromkeys(name for each in found for name in each.beside)
@@ -78,6 +103,22 @@ def find_clear_columns(one: Sample, two: Sample) -> npt.NDArray[np.bool_]:
     still = (first.max(axis=0) == first.min(axis=0)) & (second.max(axis=0) == second.min(axis=0))
     clear: npt.NDArray[np.bool_] = still & (first[0] != second[0])
     return clear if not still.all() else np.zeros_like(clear)
+
+
+def refuse_weights(first: Sample, second: Sample) -> None:
+    """Refuse releases whose mean is hardly that of the records: weights were returned, and updates are looked at."""
+    one, two = first.finite, second.finite
+    if len(one) < 8 or len(two) < 8:
+        return
+    means = one.mean(axis=0), two.mean(axis=0)
+    lengths = [float(np.linalg.norm(mean)) for mean in means]
+    noise = float(np.sqrt(one.var(axis=0).sum()))
+    alike = float(means[0] @ means[1]) / max(lengths[0] * lengths[1], 1e-300)
+    if alike > 0.98 and min(lengths) > 2 * noise and float(np.linalg.norm(means[0] - means[1])) < 0.3 * min(lengths):
+        raise InputError(
+            "releases of two different records are almost the same vector: the client seems to return weights, not "
+            'an update. Say so (claims: output = "params"), or let it return the update.'
+        )
 
 
 @dataclass(frozen=True)
@@ -154,6 +195,13 @@ class Records:
         x = np.broadcast_to(record, (count, *record.shape)).astype(self.x.dtype)
         return x.copy(), np.full(count, label, dtype=self.y.dtype)
 
+    def mix(self, one: Target, count: int) -> Data:
+        """A data set of a record, and of its opposite with another label, in turn: both pull a linear model alike."""
+        x, y = self.copies(one.x, one.label, count)
+        others = self.labels[self.labels != one.label]
+        x[1::2], y[1::2] = -one.x, others[0] if len(others) else one.label
+        return x, y
+
 
 def make_records(claims: Claims) -> Records:
     """The user's records, or made-up ones: standard normal features, labels in turn."""
@@ -181,13 +229,18 @@ class Target:
 
 
 def choose_targets(replayer: Replayer, records: Records, claims: Claims) -> tuple[Target, Target]:
-    """Two extreme records in different directions, each with the label that moves a release furthest."""
+    """Two extreme records in different directions, each with the size and label that move a release furthest."""
     found = []
     for shape in (records.x[0], -records.x[1]):
-        size = EXTREME * shape / max(float(np.abs(shape).max()), 1e-6)
-        moved = []
-        for label in records.labels[:10]:
-            few = replayer.play(records.copies(size, int(label), claims.records), 6).finite
-            moved.append((float(np.linalg.norm(few.mean(axis=0))) if len(few) else 0.0, int(label)))
-        found.append(Target(size, max(moved)[1]))
+        best: tuple[float, Target] | None = None
+        for size in SIZES:
+            record = size * shape / max(float(np.abs(shape).max()), 1e-6)
+            for label in records.labels[:10]:
+                few = replayer.play(records.copies(record, int(label), claims.records), 6).finite
+                moved = float(np.linalg.norm(few.mean(axis=0))) if len(few) else 0.0
+                wanted = FURTHER if best is not None and size < float(np.abs(best[1].x).max()) * 0.99 else 1.0
+                if best is None or moved > wanted * best[0]:
+                    best = (moved, Target(record, int(label)))
+        assert best is not None
+        found.append(best[1])
     return found[0], found[1]
