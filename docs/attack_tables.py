@@ -144,6 +144,35 @@ def make_section(table: str, facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+INVERSION_EPSILONS = {"no privacy": None, "6.38": 6.38, "3.61": 3.61, "1.64": 1.64}
+
+
+def make_inversion_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """PSNR and SSIM of each attack, epsilons side by side; the mean image is that of the cell without privacy."""
+    columns = ("data", "model", "attack", "batch", *INVERSION_EPSILONS, "mean image")
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    keys = [(row["data"], row["model"].partition(",")[0], row["attack"], row["batch"]) for row in rows]
+    for key in dict.fromkeys(keys):
+        found = {row["epsilon"]: row for row, own in zip(rows, keys, strict=True) if own == key}
+        psnr, ssim = (found[None]["mean_image"][name] for name in ("psnr", "ssim"))
+        cells = [
+            f"{found[e]['psnr']['mean']:.1f} ± {found[e]['psnr']['half']:.1f}, {found[e]['ssim']['mean']:.2f}"
+            for e in INVERSION_EPSILONS.values()
+        ]
+        lines.append(f"| {' | '.join([*key, *cells, f'{psnr:.1f}, {ssim:.2f}'])} |")
+    return "\n".join(lines)
+
+
+def make_token_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Shares of tokens found."""
+    lines = ["| epsilon | batch | batches | tokens found | guessing |", "|---|---|---|---|---|"]
+    for row in rows:
+        share = f"{row['tokens_found']['mean']:.3f} ± {row['tokens_found']['half']:.3f}"
+        words = [name_epsilon(row["epsilon"]), row["batch"], str(row["batches"]), share, f"{row['guessing']:.3f}"]
+        lines.append(f"| {' | '.join(words)} |")
+    return "\n".join(lines)
+
+
 def fill_page(text: str, sections: Mapping[str, str]) -> str:
     """The page with what is between `<!-- attacks-NAME -->` and its end replaced."""
     for name, section in sections.items():
@@ -158,7 +187,11 @@ def fill_page(text: str, sections: Mapping[str, str]) -> str:
 def make_sections(folder: Path = RESULTS) -> dict[str, str]:
     """The sections of all stored reports."""
     found = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))}
-    return {name: make_section(name, facts) for name, facts in found.items() if facts.get("kind") == "membership"}
+    sections = {name: make_section(name, facts) for name, facts in found.items() if facts["kind"] == "membership"}
+    inversion = found["inversion"]
+    sections["inversion"] = make_inversion_table(inversion["images"])
+    sections["tokens"] = make_token_table(inversion["tokens"])
+    return sections
 
 
 def main(argv: Sequence[str] | None = None) -> int:
