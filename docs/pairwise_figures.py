@@ -86,7 +86,7 @@ def describe_bench(bench: Mapping[str, Any]) -> list[str]:
         "",
         f"`{bench['command']}`, commit {bench['commit'][:10]}, {bench['date'][:10]}, {cpu}, "
         f"{bench['threads']} thread; K = {bench['parties']}, {bench['parameters']:,} parameters, "
-        f"{bench['records_per_party']:,} records per party at rate 0.2. Medians with 95% intervals (bootstrap over "
+        f"{bench['records_per_party']:,} records per party at rate 0.2.\nMedians with 95% intervals (bootstrap over "
         f"{bench['in_process']['runs_of_each']} runs of each kind, in turns"
         + (f"; {bench['tls']['runs_of_each']} over TLS" if "tls" in bench else "")
         + f"); load average {bench['load_average']:.1f}.",

@@ -139,7 +139,20 @@ COMMANDS = {
     "audit": SETTINGS
     | {"--canaries", "--kind", "--releases", "--confidence", "--out", "--json", "--quiet", "-q", "--debug"},
     "attack membership": (SETTINGS - {"--epsilon"})
-    | {"--epsilons", "--shadows", "--candidates", "--controls", "--plain-lr", "--stack", "--out", "--report"}
+    | {
+        "--epsilons",
+        "--shadows",
+        "--candidates",
+        "--controls",
+        "--common",
+        "--known",
+        "--plain",
+        "--no-records",
+        "--plain-lr",
+        "--stack",
+        "--out",
+        "--report",
+    }
     | {"--prepare", "--scored", "--all", "--json", "--quiet", "-q", "--debug"},
     "attack inversion": (SETTINGS - {"--epsilon"})
     | {"--epsilons", "--attacks", "--images", "--batches", "--batch", "--iterations", "--report", "--figure"}
