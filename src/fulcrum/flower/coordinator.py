@@ -249,7 +249,8 @@ class FlowerEngine(Engine):
                     self.stragglers.note_answer(k)
             if len(replies) >= quorum:
                 end, quorum = min(end, time.monotonic() + self.stragglers.policy.grace), math.inf
-            time.sleep(POLL_SECONDS)
+            if asks.keys() - settled:
+                self.registry.wait()
 
     def _make_round_request(
         self,

@@ -35,7 +35,9 @@ __all__ = [
 ]
 
 POLL_SECONDS = 0.03
-"""Seconds between two polls of the transport."""
+"""Seconds between two polls of a transport that cannot say when a reply arrives."""
+WAIT_SECONDS = 0.25
+"""Seconds between two polls of one that can, where none arrives."""
 PASSING_REFUSALS = frozenset({"signature", "signer", "expired", "internal"})
 """Refusals of a greeting whose cause may pass, such as a certificate that was just renewed: it is sent again later."""
 NOTICE_TIMEOUT_SECONDS = 60.0
@@ -149,6 +151,14 @@ class PartyRegistry:
             self._greeted[node] = ("", hello)
             self._register_party(node, hello, delivery)
         self.on_poll()
+
+    def wait(self) -> None:
+        """Sleep until a reply arrives, where the transport can tell; otherwise a moment."""
+        wait = getattr(self.transport, "wait", None)
+        if wait is None:
+            time.sleep(POLL_SECONDS)
+        else:
+            wait(WAIT_SECONDS)
 
     def greet_again(self, name: str) -> None:
         """Greet a party once more, unless a greeting is under way; `heard` says when it answered."""

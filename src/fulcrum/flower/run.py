@@ -336,6 +336,7 @@ def run_party_service(
         return reply
 
     service.write_party_statement(statement)
+    written = time.monotonic()
 
     def over() -> bool:
         if status is not None:

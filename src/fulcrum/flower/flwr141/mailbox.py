@@ -39,7 +39,7 @@ class Mailbox:
     """One queue per node. Nobody but the coordinator's own process puts anything into it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._lock = clock, threading.Lock()
+        self._clock, self._lock, self._arrived = clock, threading.Lock(), threading.Event()
         self._queues: dict[int, deque[Outgoing]] = {}
         self._sent: dict[str, Outgoing] = {}
         self._by_wire: dict[tuple[int, str], Outgoing] = {}
@@ -72,6 +72,11 @@ class Mailbox:
             except BadMessage as error:
                 found.append(MessageDelivery(each.id, None, f"its reply was refused: {error}"))
         return found
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until a reply arrives, or has arrived since the last call; at most so long."""
+        self._arrived.wait(seconds)
+        self._arrived.clear()
 
     def _forget(self, each: Outgoing) -> None:
         self._sent.pop(each.id, None)
@@ -134,7 +139,8 @@ class Mailbox:
             if each.answered:
                 return False
             each.answered, each.reply, each.objects = True, reply, {}
-            return True
+        self._arrived.set()
+        return True
 
     def clear(self, node: int) -> None:
         """Drop what waits for a node that has started again: the coordinator asks anew."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
+import math
 import random
 import ssl
 import threading
@@ -39,6 +40,8 @@ from fulcrum.flower.flwr141.pinned import HEARTBEAT_SECONDS, check_flower_versio
 from fulcrum.flower.flwr141.troubles import Trouble, hide_password, name_refusal, name_trouble
 from fulcrum.flower.messages import MESSAGE_VERSION, BadMessage, Envelope
 
+SIGNED_SECONDS = 5.0
+"""How long a signed time is sent again before a new one is signed."""
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 """Seconds without any byte after which a request is given up; the coordinator answers within ten."""
 CONNECTIONS = httpx.Limits(max_connections=4, max_keepalive_connections=2, keepalive_expiry=60.0)
@@ -93,6 +96,7 @@ class FleetNode:
         self._node = 0
         self._last = ""
         self._ahead = 0.0
+        self._signed: tuple[float, str, str] = (-math.inf, "", "")  # when (monotonic), the time, its signature
         self._told: tuple[str, float] = ("", 0.0)
         self._ever = False
         self._lock = threading.Lock()
@@ -260,8 +264,7 @@ class FleetNode:
                 self.certificate(der)
 
     def _make_headers(self, last: str) -> dict[str, str]:
-        stamp = datetime.fromtimestamp(time.time() - self._ahead, UTC).isoformat()
-        signature = self._key.sign(stamp.encode("ascii"), ec.ECDSA(hashes.SHA256()))
+        stamp, signature = self._sign_time()
         return {
             "content-type": PROTOBUF_MEDIA_TYPE,
             "accept": PROTOBUF_MEDIA_TYPE,
@@ -269,11 +272,21 @@ class FleetNode:
             "user-agent": "fulcrum",
             FLEET_HTTP_PUBLIC_KEY_HEADER: b64encode(self._pem).decode("ascii"),
             TIMESTAMP_HEADER: stamp,
-            FLEET_HTTP_SIGNATURE_HEADER: b64encode(signature).decode("ascii"),
+            FLEET_HTTP_SIGNATURE_HEADER: signature,
             wire.INLINE_HEADER: "1",
             VERSIONS_HEADER: str(MESSAGE_VERSION),
             **({LAST_HEADER: last} if last else {}),
         }
+
+    def _sign_time(self) -> tuple[str, str]:
+        """The time and its signature: one for the requests of a few seconds, which the coordinator allows."""
+        now = time.monotonic()
+        made, stamp, signature = self._signed
+        if now - made > SIGNED_SECONDS:
+            stamp = datetime.fromtimestamp(time.time() - self._ahead, UTC).isoformat()
+            signature = b64encode(self._key.sign(stamp.encode("ascii"), ec.ECDSA(hashes.SHA256()))).decode("ascii")
+            self._signed = (now, stamp, signature)
+        return stamp, signature
 
     def _open_client(self) -> httpx.Client:
         with self._lock:
@@ -305,7 +318,7 @@ class FleetNode:
             theirs = float(json.loads(body)["time"])
             ahead = time.time() - theirs
             if abs(ahead) < 10 * 366 * 86400:
-                self._ahead = ahead
+                self._ahead, self._signed = ahead, (-math.inf, "", "")
                 words = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'}"
                 self.say(
                     f"this machine's clock is {words} the coordinator's; this party takes part by the coordinator's "

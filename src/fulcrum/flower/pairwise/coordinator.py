@@ -27,7 +27,7 @@ from fulcrum.flower.messages import (
 from fulcrum.flower.pairwise.keys import SignedKey, signed_key_from_table
 from fulcrum.flower.pairwise.manifest import Manifest, Participant, compute_tau, make_manifest
 from fulcrum.flower.pairwise.model_digest import digest_model
-from fulcrum.flower.registry import POLL_SECONDS, describe_refusal, verify_signed_reply
+from fulcrum.flower.registry import describe_refusal, verify_signed_reply
 from fulcrum.privacy.bounds import sanitise_bounds
 from fulcrum.privacy.mechanism import compute_planned_events
 from fulcrum.privacy.pairwise.integers import unpack_message
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 MAX_ATTEMPTS = 8
 """Attempts at one round before the run stops; each costs those who sent a message what a round costs."""
 
-LAST_POLL_SECONDS = 0.01
-"""Seconds between two polls while one answer is missing: everybody waits for it, twice in a round."""
 LASTING_REFUSALS = ("peers", "colluders", "aggregation")
 """Refusals of a manifest that another attempt does not change. Each attempt would cost the others a round."""
 
@@ -318,6 +316,6 @@ class MaskedCoordinator:
                 break
             if len(found) >= wanted and not graced and wanted < len(asks):
                 end, graced = min(end, time.monotonic() + engine.stragglers.policy.grace), True
-            if left := len(asks.keys() - settled):
-                time.sleep(POLL_SECONDS if left > 1 else LAST_POLL_SECONDS)
+            if asks.keys() - settled:
+                engine.registry.wait()
         return found
