@@ -314,6 +314,52 @@ def test_the_coordinator_names_a_wrong_clock_key_and_version(federation):
     link.transport.admit(head("POST", "/v1/fleet/pull-messages", headers, 0), "x", 1)
 
 
+def test_a_signed_time_is_sent_for_a_few_seconds_and_nobody_elses_passes_for_it(federation, monkeypatch):
+    folder, port, link = federation
+    nodes = {
+        name: inside.FleetNode(
+            f"127.0.0.1:{port}", lambda request, _: request, keys.load_private_key(folder / name), ca=folder / "ca.crt"
+        )
+        for name in ("a", "c")
+    }
+    stamp, signature = nodes["a"]._sign_time()
+    assert nodes["a"]._sign_time() == (stamp, signature)
+
+    def admit(headers: dict[str, str]) -> None:
+        lower = {name.lower(): value for name, value in headers.items()}
+        link.transport.admit(fleet.RequestHead("POST", "/v1/fleet/pull-messages", lower, 0), "x", 1)
+
+    mine, other = nodes["a"]._make_headers(""), nodes["c"]._make_headers("")
+    admit(mine)
+    admit(mine)
+    for wrong in (
+        {**mine, fleet.TIMESTAMP_HEADER: other[fleet.TIMESTAMP_HEADER]},  # another time under a right signature
+        {**mine, fleet.FLEET_HTTP_SIGNATURE_HEADER: other[fleet.FLEET_HTTP_SIGNATURE_HEADER]},
+        {**other, **{name: mine[name] for name in (fleet.TIMESTAMP_HEADER, fleet.FLEET_HTTP_SIGNATURE_HEADER)}},
+    ):
+        with pytest.raises(fleet.Denied) as denied:
+            admit(wrong)
+        assert b'"signature"' in denied.value.response.body
+    later = time.monotonic() + 6
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert nodes["a"]._sign_time()[0] != stamp
+
+
+def test_waiting_for_a_reply_ends_when_it_arrives():
+    from fulcrum.flower.flwr141.mailbox import Mailbox
+
+    mailbox = Mailbox()
+    asked = mailbox.put(1, Envelope(b"x"), 60.0, "1")
+    threading.Timer(0.2, lambda: mailbox.answer(asked, lambda: Envelope(b"y"))).start()
+    began = time.monotonic()
+    mailbox.wait(30.0)
+    assert time.monotonic() - began < 20.0
+    assert [delivery.id for delivery in mailbox.collect({asked.id})] == [asked.id]
+    began = time.monotonic()
+    mailbox.wait(0.1)  # what was waited for does not end the next wait
+    assert time.monotonic() - began >= 0.09
+
+
 def test_a_renewed_certificate_with_a_new_key_is_followed_by_signatures_and_parties(tmp_path, monkeypatch):
     """Neither side is restarted: the port shows it, requests are signed with its key, and the gate agrees."""
     monkeypatch.setattr("fulcrum.flower.port.server.CHECK_SECONDS", 0.05)

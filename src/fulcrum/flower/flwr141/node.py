@@ -96,7 +96,7 @@ class FleetNode:
         self._node = 0
         self._last = ""
         self._ahead = 0.0
-        self._signed: tuple[float, str, str] = (-math.inf, "", "")  # when (monotonic), the time, its signature
+        self._signed = (-math.inf, 0.0, "", "")  # when (monotonic), how far ahead the clock was, time and signature
         self._told: tuple[str, float] = ("", 0.0)
         self._ever = False
         self._lock = threading.Lock()
@@ -281,11 +281,11 @@ class FleetNode:
     def _sign_time(self) -> tuple[str, str]:
         """The time and its signature: one for the requests of a few seconds, which the coordinator allows."""
         now = time.monotonic()
-        made, stamp, signature = self._signed
-        if now - made > SIGNED_SECONDS:
+        made, ahead, stamp, signature = self._signed
+        if now - made > SIGNED_SECONDS or ahead != self._ahead:
             stamp = datetime.fromtimestamp(time.time() - self._ahead, UTC).isoformat()
             signature = b64encode(self._key.sign(stamp.encode("ascii"), ec.ECDSA(hashes.SHA256()))).decode("ascii")
-            self._signed = (now, stamp, signature)
+            self._signed = (now, self._ahead, stamp, signature)
         return stamp, signature
 
     def _open_client(self) -> httpx.Client:
@@ -318,7 +318,7 @@ class FleetNode:
             theirs = float(json.loads(body)["time"])
             ahead = time.time() - theirs
             if abs(ahead) < 10 * 366 * 86400:
-                self._ahead, self._signed = ahead, (-math.inf, "", "")
+                self._ahead = ahead
                 words = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'}"
                 self.say(
                     f"this machine's clock is {words} the coordinator's; this party takes part by the coordinator's "
