@@ -174,6 +174,7 @@ def apart(found: list[ClientReply], wanted: list[ClientReply]) -> float:
 # --- engines --------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", CASES)
 def test_engines_equal_the_reference(name: str, rule: str) -> None:

@@ -74,6 +74,7 @@ def test_every_precision_of_the_stacked_engine(kind: str, rule: str, precision: 
         assert worst(problem, "stacked") <= 1 + (0 if proven else FAST_MARGIN[precision])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("rule", SOUND)
 @pytest.mark.parametrize("engine", ["reference", "parallel"])
 def test_a_person_of_several_records_is_one_unit(engine: str, rule: str) -> None:

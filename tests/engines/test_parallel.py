@@ -448,6 +448,7 @@ def test_evaluation_gives_what_the_model_itself_gives() -> None:
         assert evaluate_model(problem, params * 1.5)["loss"] != pytest.approx(found["loss"], rel=1e-3)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("records", [1, 2, 3, 7])
 @pytest.mark.parametrize("make", [toy_model, lambda: Wide()], ids=["sequence", "own-forward"])
 @pytest.mark.parametrize("rule", ["fixed", "moo", "psac", "quantile"])

@@ -38,6 +38,7 @@ CPU = torch.device("cpu")
 # --- equality -------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("groups", ["flat", "layer"])

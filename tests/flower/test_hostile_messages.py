@@ -247,6 +247,7 @@ def test_every_array_with_every_strange_content(party):
         assert (code == "") == allowed, (words, code)
 
 
+@pytest.mark.every(3)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), kind=st.sampled_from(sorted(REQUESTS)))
 def test_several_strange_values_at_once(party, data, kind):

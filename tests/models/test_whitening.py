@@ -220,6 +220,7 @@ def test_the_stacked_engine_equals_the_reference(name: str, mixed: bool, steps: 
     assert_equal(list(ReferenceEngine(problem).run(wanted)), stacked(problem, wanted, limit, native))
 
 
+@pytest.mark.every(3)
 @both
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("steps", [1, 2])

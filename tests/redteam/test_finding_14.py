@@ -97,6 +97,7 @@ DAMAGES: dict[Damage, str] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("randomness", ["seeded", "secure"])
 def test_a_run_without_its_ledger_does_not_go_on(damage: Damage, randomness: str, tmp_path: Path) -> None:
