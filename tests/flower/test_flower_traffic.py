@@ -16,6 +16,10 @@ from fulcrum.flower.traffic import SEALED_BYTES, SIGNATURE_BYTES, measure_messag
 from support.federations import toy_data
 from support.flower import NAMES, serve, toy_federation, toy_settings
 
+# DER writes the two numbers of an ECDSA signature without leading zeros: each further byte is missing
+# with probability 1/256, so a signature is shorter by more than this many bytes about once in 2^40.
+SHORTER = 6
+
 
 @pytest.mark.parametrize("rule", ["moo", "quantile", "oso"])
 def test_messages_are_as_long_as_planned(rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,9 +40,9 @@ def test_messages_are_as_long_as_planned(rule: str, tmp_path: Path, monkeypatch:
         said = measure_message_traffic(federation, k)
         request, reply = sizes[k, 0]
         assert said.down - SEALED_BYTES == request.size - len(request.signature)
-        assert abs(len(request.signature) - SEALED_BYTES) <= 2
+        assert abs(len(request.signature) - SEALED_BYTES) <= 2 * SHORTER
         assert said.up - SIGNATURE_BYTES == reply.size - len(reply.signature)
-        assert abs(len(reply.signature) - SIGNATURE_BYTES) <= 1
+        assert abs(len(reply.signature) - SIGNATURE_BYTES) <= SHORTER
         later, answer = sizes[k, 1]
         assert abs(later.size - said.down) <= 32
         assert abs(answer.size - said.up) <= 32

@@ -21,9 +21,9 @@ from fulcrum.training.traffic import RoundTraffic, measure_statistics_width
 from fulcrum.types import RoundRequest
 
 SIGNATURE_BYTES = 103
-"""Bytes of a signature (P-384, DER): 102 to 104, by chance."""
+"""Bytes of a signature (P-384, DER): mostly 102 to 104, by chance."""
 SEALED_BYTES = 228
-"""Bytes of the coordinator's signature with its key (P-384): 227 to 229, by chance."""
+"""Bytes of the coordinator's signature with its key (P-384): mostly 227 to 229, by chance."""
 ID_BYTES = 32
 """Hexadecimal digits of a run's id and of a nonce."""
 
