@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +13,7 @@ from fulcrum.analysis.attacks.calibrated import ATTACKS, RELEASE_ATTACKS
 from fulcrum.analysis.attacks.cells import MODEL, read_scores
 from fulcrum.analysis.attacks.membership import JOINT_STATISTIC
 from fulcrum.analysis.attacks.roc import measure_roc
+from support.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results" / "attacks"
@@ -23,13 +22,7 @@ TABLES = ("cifar10-small", "digits", "mnist", "mnist-small")
 
 @pytest.fixture(scope="module")
 def tables():
-    spec = importlib.util.spec_from_file_location("attack_tables", ROOT / "docs" / "attack_tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/attack_tables.py")
 
 
 def read_report(name):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,20 +12,14 @@ from fulcrum.gradients import outer_products
 from fulcrum.gradients.rounding import SquaredNorms
 from fulcrum.gradients.stacked import passes
 from fulcrum.privacy import bounds
+from support.scripts import load_script
 
 CPU = torch.device("cpu")
 TRIES = 700
 
 
 def load_search() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "adversarial_search.py"
-    spec = importlib.util.spec_from_file_location("adversarial_search", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/adversarial_search.py")
 
 
 @pytest.mark.slow

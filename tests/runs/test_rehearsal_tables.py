@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,12 @@ from fulcrum.runs import prepare_unrehearsed
 from fulcrum.runs.rehearsal import Candidate, apply_rehearsal, choice, memory, read_rehearsal_facts
 from fulcrum.settings.schema import Settings
 from support.federations import toy_data
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "rehearsal_tables.py"
+from support.scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def tables() -> Any:
-    spec = importlib.util.spec_from_file_location("rehearsal_tables", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/rehearsal_tables.py")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,17 +12,9 @@ import pytest
 
 from fulcrum.study.experiment import list_paper_jobs, read_experiment
 from fulcrum.study.store import ShardWriter
+from support.scripts import load_script
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-def load_script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_records(change: float, jitter: float) -> list[dict[str, Any]]:
@@ -47,7 +38,7 @@ def make_records(change: float, jitter: float) -> list[dict[str, Any]]:
     ("change", "jitter", "fallen"), [(0.0, 0.5, False), (-0.2, 0.1, False), (-0.6, 0.1, True), (-0.6, 2.0, False)]
 )
 def test_a_cell_has_fallen_only_beyond_its_interval(change: float, jitter: float, fallen: bool) -> None:
-    kept = load_script("kept")
+    kept = load_script("benchmarks/kept.py")
     rows = kept.compare_rows({record["id"]: record for record in make_records(change, jitter)})
     assert [row["fallen"] for row in rows] == [fallen] * 3
     assert all(row["change"] == pytest.approx(change) and row["seeds"] == 10 for row in rows)
@@ -67,7 +58,7 @@ def test_the_verdict_is_printed_and_decides_the_exit_code(tmp_path: Path) -> Non
 
 
 def test_advice_becomes_the_settings_of_the_row_without_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = load_script("zero_trials")
+    script = load_script("benchmarks/zero_trials.py")
     cells = script.list_cells("", 200)
     assert [(cell["dataset"], cell["epsilon"]) for cell in cells][:3] == [("mnist", e) for e in (1.64, 3.61, 6.38)]
     assert all(cell["settings"].model.init == "random" for cell in cells)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from fulcrum.study import store, worker
 from fulcrum.study.job import StudyJob
 from fulcrum.study.run_job import DatasetCache, prepare_job
 from fulcrum.study.studies import StudyPart, read_study
+from support.scripts import load_script
 
 KEYS = {"dataset", "epsilon", "aggregation", "colluders", "mean", "ci95", "behind_ideal", "behind_ideal_ci95", "seeds"}
 
@@ -148,12 +148,7 @@ def read_tiny_jobs() -> list[StudyJob]:
 
 def test_the_page_and_its_figure_hold_what_the_results_say() -> None:
     """docs/pairwise.md quotes table.json and bench-pairwise.json; another number there would be found."""
-    path = Path(__file__).parents[2] / "docs" / "pairwise_figures.py"
-    spec = importlib.util.spec_from_file_location("pairwise_figures", path)
-    assert spec is not None
-    assert spec.loader is not None
-    figures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(figures)
+    figures = load_script("docs/pairwise_figures.py")
     assert figures.main(False) == 0
     rows = figures.read_rows()
     place = ("cifar10", 1.64, "pairwise", 1)

@@ -513,8 +513,8 @@ def outer_squared_norms(part: LinearGrad | ConvGrad, fast: bool = False) -> Squa
     size, count = part.size, len(part.g)
     fast = fast and part.g.dtype != torch.float64
     by_ghost = size.prefers_ghost_norms or size.positions == 1
-    if fast and by_ghost and isinstance(part, ConvGrad) and part.pixel_products is not None:
-        return _pixel_squared_norms(part, part.pixel_products)
+    if fast and by_ghost and isinstance(part, ConvGrad) and (products := part.pixel_products) is not None:
+        return _pixel_squared_norms(part, products)
     ghost, written = (
         (fast_ghost_squared_norms, _fast_written_squared_norms)
         if fast

@@ -153,12 +153,15 @@ def read_sampling(joined: Sequence[Flags], rates: Sequence[float], names: Sequen
                 )
 
 
+def _count_shared(rows: Flags, lag: int) -> tuple[int, int]:
+    """In how many of how many places two rows that are `lag` apart both have a flag; no row is in two pairs."""
+    firsts = [i for i in range(len(rows)) if i % (2 * lag) < lag and i + lag < len(rows)]
+    return sum(int((rows[i] & rows[i + lag]).sum()) for i in firsts), len(firsts) * rows.shape[1]
+
+
 def _read_overlap(own: Flags, rate: float, lag: int, name: str) -> Reading:
-    """Whether two rounds share units by chance alone; pairs of rounds that have no round in common."""
-    rounds = own.shape[0]
-    firsts = [t for block in range(0, rounds, 2 * lag) for t in range(block, block + lag) if t + lag < rounds]
-    both = sum(int((own[t] & own[t + lag]).sum()) for t in firsts)
-    draws = len(firsts) * own.shape[1]
+    """Whether two rounds share units by chance alone."""
+    both, draws = _count_shared(own, lag)
     return Reading(
         NAME,
         "samples of two rounds",
@@ -169,11 +172,8 @@ def _read_overlap(own: Flags, rate: float, lag: int, name: str) -> Reading:
 
 
 def _read_companions(own: Flags, rate: float, lag: int, name: str) -> Reading:
-    """Whether two units join together by chance alone; pairs of units that have no unit in common."""
-    units = own.shape[1]
-    firsts = [i for i in range(units) if i % (2 * lag) < lag and i + lag < units]
-    both = sum(int((own[:, i] & own[:, i + lag]).sum()) for i in firsts)
-    draws = len(firsts) * own.shape[0]
+    """Whether two units join together by chance alone."""
+    both, draws = _count_shared(own.T, lag)
     return Reading(
         NAME,
         "units that join together",

@@ -4,8 +4,8 @@ A rehearsal needs the real run's noise in units of C: the mean of a batch has no
 direction, whatever the batch is made of. So the small run may have fewer examples, and a noise multiplier that gives
 the same noise. What must not shrink: the number of rounds (longer steps meet the curvature of the loss), the batch much
 below a hundred (sampling moves the mean along the few directions in which the loss bends, where isotropic noise is
-small), and the skew between parties where they make several steps. Where batch or rounds
-had to shrink all the same, what wins has to win once more in a check that is closer to the real run (`enlarge`).
+small), and the skew between parties where they make several steps. Where batch or rounds had to shrink all the same,
+what wins has to win once more in a check that is closer to the real run (`enlarge`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fulcrum.training.problem import compute_architecture_digest
 
 VERSION = 6
 """Increased when the same facts may give another answer."""
-CHECK_VERSION = 1
+CHECK_VERSION = 2
 """The same for runs that are checked with a larger batch; the answers of the others stand."""
 MOST_PARTIES = 10
 """Parties of the small run where parties make several local steps; otherwise one stands for all."""
