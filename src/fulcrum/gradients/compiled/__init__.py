@@ -76,7 +76,7 @@ def _load() -> ctypes.CDLL:
     sources = sorted(
         (each.name, each.read_text(encoding="utf-8"))
         for each in resources.files(__package__).iterdir()
-        if each.name.endswith(".c")
+        if each.name.endswith((".c", ".h"))
     )
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
     told = (sources, compiler, version, _describe_processor(), OPTIONS)
@@ -87,7 +87,7 @@ def _load() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         for file, text in sources:
             (Path(scratch) / file).write_text(text, encoding="utf-8")
-        words = [compiler, *OPTIONS, "-o", name, *(file for file, _ in sources), "-lm"]
+        words = [compiler, *OPTIONS, "-o", name, *(file for file, _ in sources if file.endswith(".c")), "-lm"]
         done = subprocess.run(words, cwd=scratch, capture_output=True, text=True, check=False, timeout=120)
         if done.returncode:
             raise ValueError(f"{compiler} failed: {(done.stderr.strip().splitlines() or ['no message'])[0]}")
