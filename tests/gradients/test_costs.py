@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from fulcrum.data.tasks import Task
-from fulcrum.gradients import GradientRecorder, costs
+from fulcrum.gradients import GradientRecorder, compiled, costs
 from fulcrum.gradients.costs import CostTerms, LayerCost, measure_layer_costs, merge_like_layers
 from fulcrum.gradients.stacked.layers import compile_model
 from fulcrum.models.layout import ParameterLayout
@@ -69,6 +70,16 @@ def count_plain(model: nn.Module, x: Tensor, y: Tensor) -> float:
     return counter.get_total_flops()
 
 
+@pytest.fixture
+def _no_compiled_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """PyTorch counts its own operations only."""
+    monkeypatch.setenv("FULCRUM_COMPILE", "0")
+    compiled.find_kernels.cache_clear()
+    yield
+    compiled.find_kernels.cache_clear()
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_cost_what_torch_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (x, y) = MODELS[name](), batch_of(name)

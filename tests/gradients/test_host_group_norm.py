@@ -1,7 +1,8 @@
-"""Group norm of images with channels last, on a CPU: against autograd in float64."""
+"""Group norm on a CPU, compiled and by PyTorch's operations: against autograd in float64."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -10,10 +11,22 @@ from torch import nn
 from torch.nn import functional as F
 
 from fulcrum.data.tasks import task_from_loss
-from fulcrum.gradients import GradientRecorder, host_group_norm
+from fulcrum.gradients import GradientRecorder, compiled, host_group_norm
 from fulcrum.models.layout import ParameterLayout
 
 TASK = task_from_loss(partial(F.cross_entropy, reduction="none"), 3)
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """With compiled code where there is some, and without."""
+    if request.param == "plain":
+        monkeypatch.setenv("FULCRUM_COMPILE", "0")
+    compiled.find_kernels.cache_clear()
+    if request.param == "compiled" and compiled.find_kernels() is None:
+        pytest.skip(f"there is no compiled code here: {compiled.compile_failures[-1]}")
+    yield request.param
+    compiled.find_kernels.cache_clear()
 
 
 def images(count: int, channels: int, side: int, seed: int = 0) -> torch.Tensor:
@@ -22,13 +35,16 @@ def images(count: int, channels: int, side: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("side", [3, 8, 33])
-@pytest.mark.parametrize(("channels", "groups"), [(4, 2), (6, 6), (12, 3), (700, 1)])
-@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(("channels", "groups"), [(4, 2), (6, 6), (48, 3), (704, 1)])
+@pytest.mark.parametrize(("affine", "last"), [(True, True), (False, True), (True, False)])
 def test_output_and_all_gradients_equal_autograd(
-    side: int, channels: int, groups: int, affine: bool, monkeypatch: pytest.MonkeyPatch
+    side: int, channels: int, groups: int, affine: bool, last: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not last and way == "plain":
+        pytest.skip("channels first without compiled code go through PyTorch's group norm")
     monkeypatch.setattr(host_group_norm, "CACHED_NUMBERS", 2 * channels * side * (side + 1))
-    x = (images(5, channels, side) + 2).requires_grad_()
+    given = images(5, channels, side) + 2
+    x = (given if last else given.contiguous()).requires_grad_()
     g = images(5, channels, side, 1)
     weight, bias = (torch.linspace(-1, 2, channels), torch.linspace(1, 0, channels)) if affine else (None, None)
     found = host_group_norm.host_group_norm(x, groups, weight, bias, 1e-5)
@@ -47,10 +63,12 @@ def test_output_and_all_gradients_equal_autograd(
             torch.testing.assert_close(mine.double(), right, rtol=1e-3, atol=1e-3)
 
 
-def test_other_formats_are_left_to_pytorch() -> None:
+def test_other_formats_are_left_to_pytorch(way: str) -> None:
     x = images(2, 4, 5)
-    for other in (x.contiguous(), x.double(), x[:, :, 0]):
+    for other in (x.double(), x[:, :, 0], x[:, :, ::2]):
         assert host_group_norm.host_group_norm(other, 2, None, None, 1e-5) is None
+    first = host_group_norm.host_group_norm(x.contiguous(), 2, None, None, 1e-5)
+    assert (first is None) == (way == "plain")
 
 
 class Residual(nn.Module):
@@ -71,7 +89,7 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize("view", [False, True])
-def test_a_model_with_large_images_has_the_gradients_of_autograd(view: bool) -> None:
+def test_a_model_with_large_images_has_the_gradients_of_autograd(view: bool, way: str) -> None:
     """Also one that views its images as something else, which channels last does not allow."""
     torch.manual_seed(0)
     model = Residual(view)

@@ -1,4 +1,4 @@
-"""Each example's gradient of a convolution's weight on a CPU, by compiled code: no patch is copied, norms come along."""
+"""Each example's gradient of a convolution's weight on a CPU, by compiled code, with its norm; no patch is copied."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from fulcrum.gradients.outer_products import ConvGrad
 
 _FIELDS = (
-    "count channels height width a_example a_channel a_row a_column outputs tall wide g_example g_channel g_row g_column"
-    " kernel_height kernel_width step_y step_x pad_y pad_x"
+    "count channels height width a_example a_channel a_row a_column outputs tall wide g_example g_channel g_row"
+    " g_column kernel_height kernel_width step_y step_x pad_y pad_x"
 )
 
 

@@ -113,7 +113,7 @@ def _to_images(rows: Tensor, shape: torch.Size) -> Tensor:
 def host_group_norm(
     images: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Callable[[Tensor], ParameterGrads]] | None:
-    """As `group_norm.fused_group_norm`, on a CPU; None unless images are float32, and compiled or with channels last."""
+    """As `group_norm.fused_group_norm`, on a CPU; None unless float32, and compiled or with channels last."""
     compiled = _run_compiled(images, groups, weight, bias, eps)
     if compiled is not None:
         return compiled
