@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +22,8 @@ from fulcrum.flower.signing import fingerprint, is_valid_statement, sign_stateme
 KEY_PURPOSE = "pairwise-key"
 """What a party's signature under its X25519 key is for."""
 MASK_INFO = b"fulcrum pairwise mask 1"
+EXCHANGE_PATTERN = re.compile(r"[0-9a-f]{64}")
+"""The one form of an X25519 key as text."""
 MAX_FIELD_BYTES = 2048
 """Characters of the longest field of a signed key."""
 
@@ -29,7 +32,8 @@ MAX_FIELD_BYTES = 2048
 class SignedKey:
     """A party's X25519 public key for one run, under its registered key's signature. Everything here is public.
 
-    signing: the registered public key in OpenSSH's form. exchange: 32 bytes in hexadecimal. signature: base64.
+    signing: the registered public key in OpenSSH's form. exchange: 32 bytes in hexadecimal, in small letters.
+    signature: base64.
     """
 
     party: str
@@ -71,11 +75,10 @@ def signed_key_from_table(table: Any) -> SignedKey:
     if not all(isinstance(table[name], str) and len(table[name]) <= MAX_FIELD_BYTES for name in names):
         raise BadMessage("a key's field is not of the right type or size.")
     found = SignedKey(**{name: table[name] for name in names})
-    try:
-        if len(bytes.fromhex(found.exchange)) != 32:
-            raise ValueError
-    except ValueError:
-        raise BadMessage("an X25519 key is 32 bytes in hexadecimal.") from None
+    # One form only: the same 32 bytes in capitals or with spaces would be another text, and two participants with one
+    # key would have one mask, which a party between them adds and takes off again.
+    if not EXCHANGE_PATTERN.fullmatch(found.exchange):
+        raise BadMessage("an X25519 key is 32 bytes in hexadecimal, in small letters.")
     _read_signing_key(found.signing)
     return found
 
