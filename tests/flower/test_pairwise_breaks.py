@@ -129,9 +129,9 @@ def test_split_views_are_uniform_also_where_only_the_attempt_differs(
     settings = masked_settings(1)
     real = masked.MaskedCoordinator._pack_manifest
 
-    def split(self: Any, party: str, manifest: manifests.Manifest, keys: Any) -> Envelope:
-        shown = dataclasses.replace(manifest, attempt=7) if party == "party-1" else manifest
-        return real(self, party, shown, keys)
+    def split(self: Any, own: Any, manifest: manifests.Manifest, keys: Any) -> Envelope:
+        shown = dataclasses.replace(manifest, attempt=7) if own.party == "party-1" else manifest
+        return real(self, own, shown, keys)
 
     with federation(tmp_path, settings, simulation=False) as bus:
         attacker = Attacker(monkeypatch)
