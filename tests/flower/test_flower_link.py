@@ -7,6 +7,7 @@ import socket
 import ssl
 import threading
 import time
+from datetime import datetime
 
 import pytest
 
@@ -341,8 +342,18 @@ def test_a_signed_time_is_sent_for_a_few_seconds_and_nobody_elses_passes_for_it(
             admit(wrong)
         assert b'"signature"' in denied.value.response.body
     later = time.monotonic() + 6
-    monkeypatch.setattr(time, "monotonic", lambda: later)
-    assert nodes["a"]._sign_time()[0] != stamp
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: later)
+        again = nodes["a"]._sign_time()[0]
+    assert again != stamp
+    # A machine that slept, or whose clock was set: the monotonic clock has hardly moved, and the old time is of no use.
+    for step in (120.0, -120.0):
+        there = time.time() + step
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda there=there: there)
+            patch.setattr(time, "monotonic", lambda: later)
+            found = datetime.fromisoformat(nodes["a"]._sign_time()[0]).timestamp()
+        assert abs(found - there) < 1.0
 
 
 def test_waiting_for_a_reply_ends_when_it_arrives():
