@@ -96,7 +96,12 @@ class FleetNode:
         self._node = 0
         self._last = ""
         self._ahead = 0.0
-        self._signed = (-math.inf, -math.inf, "", "")  # when on both clocks (monotonic, signed time), time and signature
+        self._signed = (
+            -math.inf,
+            -math.inf,
+            "",
+            "",
+        )  # when on both clocks (monotonic, signed time), time and signature
         self._told: tuple[str, float] = ("", 0.0)
         self._ever = False
         self._lock = threading.Lock()

@@ -28,6 +28,7 @@ from fulcrum.flower.pairwise.keys import SignedKey, signed_key_from_table
 from fulcrum.flower.pairwise.manifest import Manifest, Participant, compute_tau, make_manifest
 from fulcrum.flower.pairwise.model_digest import digest_model
 from fulcrum.flower.registry import describe_refusal, verify_signed_reply
+from fulcrum.flower.signing import fingerprint
 from fulcrum.privacy.bounds import sanitise_bounds
 from fulcrum.privacy.mechanism import compute_planned_events
 from fulcrum.privacy.pairwise.integers import unpack_message
@@ -147,9 +148,11 @@ class MaskedCoordinator:
         header = self._read_reply(k, ask, envelope, "ready", round)
         if header is None:
             return None
-        key = signed_key_from_table(header["key"])
-        if key.party != self.engine.clients[k].name or not key.is_valid(self.engine.registry.run):
-            raise BadMessage("its key of the run is not signed by it.")
+        key, name, registry = signed_key_from_table(header["key"]), self.engine.clients[k].name, self.engine.registry
+        # With its registered key: the others would refuse a manifest with any other, and be asked no more.
+        known = key.party == name and key.fingerprint == fingerprint(registry.public_keys[name])
+        if not known or not key.is_valid(registry.run):
+            raise BadMessage("its key of the run is not signed with its registered key, or makes no secret.")
         return Ready(key, header["fresh"])
 
     # --- messages ---------------------------------------------------------------------------------

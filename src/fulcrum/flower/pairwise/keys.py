@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ class SignedKey:
         return _find_fingerprint(self.signing)
 
     def is_valid(self, run: str) -> bool:
-        """Whether the signing key signed this X25519 key for this run and party."""
+        """Whether the signing key signed this X25519 key for this run and party, and the key makes secrets."""
         return _is_valid(self, run)
 
 
@@ -57,8 +56,10 @@ def _is_valid(key: SignedKey, run: str) -> bool:
     try:
         signature = base64.b64decode(key.signature, validate=True)
         signing = _read_signing_key(key.signing)
+        # A point of small order makes the same secret with everybody, which is no secret: refused before anybody pays.
+        X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(key.exchange)))
         return is_valid_statement(signing, KEY_PURPOSE, _make_statement(run, key.party, key.exchange), signature)
-    except (binascii.Error, BadMessage):
+    except (ValueError, BadMessage):  # also what is not base64
         return False
 
 
