@@ -38,7 +38,7 @@ def restart_before_round(bus: Bus, party: int, round: int, noticed: bool) -> Non
             bus.back.add(party)
         return online()
 
-    bus.send, bus.online = watched, look  # type: ignore[method-assign]
+    bus.send, bus.online = watched, look  # type: ignore[method-assign,assignment]
 
 
 @pytest.mark.parametrize("noticed", [False, True])
