@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fulcrum.gradients.compiled import address, find_kernels
+from fulcrum.gradients.compiled import MOST_LANES, address, find_kernels
 from fulcrum.gradients.param_grads import EntryOrder, MaterialisedGrad
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ _FIELDS = (
 )
 
 
-class _Shape(ctypes.Structure):
+class ConvolutionShape(ctypes.Structure):
     """`Shape` of compiled/convolution.c."""
 
     _fields_ = tuple((name, ctypes.c_long) for name in _FIELDS.split())
@@ -38,9 +39,8 @@ def write_conv_grads(part: ConvGrad) -> MaterialisedGrad:
     library = find_kernels()
     assert library is not None
     outputs, channels, *kernel = part.weight.shape
-    shape = _describe(part.a, part.g, kernel, part.stride, part.padding or (0, 0))
-    library.fulcrum_conv_scratch.restype = ctypes.c_long
-    scratch = torch.zeros(library.fulcrum_conv_scratch(ctypes.byref(shape)))
+    shape = describe_convolution(part.a, part.g, kernel, part.stride, part.padding or (0, 0))
+    scratch = make_convolution_scratch(shape)
     grads = torch.empty((len(part.g), kernel[0] * kernel[1] * channels * outputs))
     squares = torch.empty(len(part.g), dtype=torch.float64)
     tensors = (part.a, part.g, grads, squares, scratch)
@@ -48,7 +48,15 @@ def write_conv_grads(part: ConvGrad) -> MaterialisedGrad:
     return MaterialisedGrad(grads, EntryOrder((*kernel, channels, outputs), (3, 2, 0, 1)), squares)
 
 
-def _describe(
-    a: Tensor, g: Tensor, kernel: list[int], stride: tuple[int, ...], padding: tuple[int, ...]
-) -> _Shape:
-    return _Shape(*a.shape, *a.stride(), *g.shape[1:], *g.stride(), *kernel, *stride, *padding)
+def describe_convolution(
+    a: Tensor, g: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+) -> ConvolutionShape:
+    """Sizes and strides of images a [B, C, H, W] and outputs g [B, O, h, w]."""
+    return ConvolutionShape(*a.shape, *a.stride(), *g.shape[1:], *g.stride(), *kernel, *stride, *padding)
+
+
+def make_convolution_scratch(shape: ConvolutionShape) -> Tensor:
+    """Zeros for one image with zeros around it, and for its output."""
+    framed = (shape.height + 2 * shape.pad_y) * (shape.width + 2 * shape.pad_x) * shape.channels
+    outputs = -(-shape.outputs // MOST_LANES) * MOST_LANES
+    return torch.zeros(framed + shape.tall * shape.wide * outputs + 4 * MOST_LANES)

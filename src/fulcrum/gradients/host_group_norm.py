@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fulcrum.gradients.compiled import address, find_kernels
+from fulcrum.gradients.compiled import MOST_LANES, address, find_kernels
 from fulcrum.gradients.group_norm import HeldGroupNorm, ParameterGrads
 
 LARGE_IMAGE = 1024
@@ -28,10 +28,6 @@ ROW_NUMBERS = 512
 
 CACHED_NUMBERS = 2**17
 """Numbers that are worked on at a time, so that they stay in a core's cache."""
-
-
-MOST_LANES = 16
-"""Numbers in the widest vector of compiled code: channels that are last in memory come in multiples of it."""
 
 
 @dataclass(frozen=True)

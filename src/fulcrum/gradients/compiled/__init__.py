@@ -27,6 +27,9 @@ from torch import Tensor
 OPTIONS = ("-O3", "-march=native", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC")
 """No option here lets the compiler change the order of additions or assume that numbers are finite."""
 
+MOST_LANES = 16
+"""Numbers in the widest vector that the code may be compiled to; every other width divides it."""
+
 SWITCH = "FULCRUM_COMPILE"
 
 compile_failures: list[str] = []

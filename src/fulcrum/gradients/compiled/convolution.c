@@ -120,14 +120,8 @@ static long round_up(long n)
     return (n + LANES - 1) / LANES * LANES;
 }
 
-/* Numbers of scratch that `fulcrum_conv_grads` needs. */
-long fulcrum_conv_scratch(const Shape *s)
-{
-    long framed = (s->height + 2 * s->pad_y) * (s->width + 2 * s->pad_x) * s->channels;
-    return framed + s->tall * s->wide * round_up(s->outputs) + 4 * LANES;
-}
-
-/* out [count][kh][kw * channels][outputs], squares [count]; scratch holds zeros, and borders stay zero. */
+/* out [count][kh][kw * channels][outputs], squares [count]; scratch: zeros for a framed image, then for
+   the slopes of one; what is around them stays zero. */
 void fulcrum_conv_grads(const float *a, const float *g, float *out, double *squares, float *scratch, const Shape *s)
 {
     long padded = round_up(s->outputs), framed_width = s->width + 2 * s->pad_x;
@@ -168,5 +162,165 @@ void fulcrum_conv_grads(const float *a, const float *g, float *out, double *squa
                 }
         }
         squares[n] = sum;
+    }
+}
+
+/* --- forward, and the gradient of the input --------------------------------------------------------------------- */
+
+#define PIXELS 8 /* of a block of outputs */
+#define BACK_PIXELS 4
+#define BACK_VECTORS 4
+
+/* The outputs of P pixels and NV vectors of channels. at: where each pixel's patch begins. */
+static inline __attribute__((always_inline)) void convolve_block(
+    const float *const *at, const float *weight, const float *bias, float *out, const Shape *s, long line, long padded,
+    long outputs, const int P, const int NV)
+{
+    vec sums[PIXELS][2];
+    long rows = s->kernel_width * s->channels;
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++)
+#pragma GCC unroll 2
+        for (int v = 0; v < NV; v++)
+            sums[p][v] = load(bias + v * LANES);
+    for (long ky = 0; ky < s->kernel_height; ky++)
+        for (long r = 0; r < rows; r++) {
+            vec w[2];
+#pragma GCC unroll 2
+            for (int v = 0; v < NV; v++)
+                w[v] = load(weight + v * LANES);
+            weight += padded;
+#pragma GCC unroll 8
+            for (int p = 0; p < P; p++)
+#pragma GCC unroll 2
+                for (int v = 0; v < NV; v++)
+                    sums[p][v] += at[p][ky * line + r] * w[v];
+        }
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++)
+#pragma GCC unroll 2
+        for (int v = 0; v < NV; v++) {
+            float *to = out + p * s->outputs + v * LANES;
+            long left = outputs - v * LANES;
+            if (left >= LANES)
+                store(to, sums[p][v]);
+            else
+                for (long o = 0; o < left; o++)
+                    to[o] = sums[p][v][o];
+        }
+}
+
+/* out [count][tall * wide][outputs]. weight [kh][kw * channels][padded] and bias [padded], with zeros behind the
+   outputs. scratch holds zeros. */
+void fulcrum_conv_forward(const float *a, const float *weight, const float *bias, float *out, float *scratch,
+                          const Shape *s, long padded)
+{
+    long framed_width = s->width + 2 * s->pad_x, pixels = s->tall * s->wide;
+    int ready = !s->pad_x && !s->pad_y && s->a_channel == 1 && s->a_column == s->channels;
+    long line = ready ? s->a_row : framed_width * s->channels;
+    for (long n = 0; n < s->count; n++, out += pixels * s->outputs) {
+        const float *image = a + n * s->a_example;
+        if (!ready) {
+            put_channels_last(image, scratch + s->pad_y * line + s->pad_x * s->channels, s->height, s->width,
+                              s->channels, s->a_row, s->a_column, s->a_channel, line, s->channels);
+            image = scratch;
+        }
+        for (long p = 0; p < pixels; p += PIXELS) {
+            const float *at[PIXELS];
+            int taken = pixels - p < PIXELS ? pixels - p : PIXELS;
+            for (int i = 0; i < PIXELS; i++) {
+                long pixel = p + (i < taken ? i : 0);
+                at[i] = image + pixel / s->wide * s->step_y * line + pixel % s->wide * s->step_x * s->channels;
+            }
+            for (long o = 0; o < padded; o += 2 * LANES) {
+                float *to = out + p * s->outputs + o;
+                long left = s->outputs - o;
+                int two = padded - o > LANES;
+                if (taken == PIXELS && two)
+                    convolve_block(at, weight + o, bias + o, to, s, line, padded, left, PIXELS, 2);
+                else if (taken == PIXELS)
+                    convolve_block(at, weight + o, bias + o, to, s, line, padded, left, PIXELS, 1);
+                else
+                    for (int i = 0; i < taken; i++) {
+                        if (two)
+                            convolve_block(at + i, weight + o, bias + o, to + i * s->outputs, s, line, padded, left, 1, 2);
+                        else
+                            convolve_block(at + i, weight + o, bias + o, to + i * s->outputs, s, line, padded, left, 1, 1);
+                    }
+            }
+        }
+    }
+}
+
+/* Adds to the frame what P pixels' slopes give NV vectors of it. */
+static inline __attribute__((always_inline)) void spread_block(
+    float *const *at, const float *const *slope, long g_channel, const float *weight, long outputs, long padded,
+    const int P, const int NV)
+{
+    vec sums[BACK_PIXELS][BACK_VECTORS];
+#pragma GCC unroll 4
+    for (int p = 0; p < P; p++)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++)
+            sums[p][v] = (vec){0};
+    for (long o = 0; o < outputs; o++, weight += padded) {
+        vec w[BACK_VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++)
+            w[v] = load(weight + v * LANES);
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++)
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++)
+                sums[p][v] += slope[p][o * g_channel] * w[v];
+    }
+#pragma GCC unroll 4
+    for (int p = 0; p < P; p++) /* patches overlap: one after the other */
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++)
+            store(at[p] + v * LANES, load(at[p] + v * LANES) + sums[p][v]);
+}
+
+/* out [count][height * width][channels], with LANES numbers more behind it. weight [kh][outputs][padded], with zeros
+   behind kw * channels. scratch: a frame and 4 LANES. */
+void fulcrum_conv_back(const float *g, const float *weight, float *out, float *scratch, const Shape *s, long padded)
+{
+    long line = (s->width + 2 * s->pad_x) * s->channels, pixels = s->tall * s->wide;
+    long framed = (s->height + 2 * s->pad_y) * line, size = s->height * s->width * s->channels;
+    for (long n = 0; n < s->count; n++, out += size) {
+        const float *slopes = g + n * s->g_example;
+        memset(scratch, 0, sizeof(float) * framed);
+        for (long p = 0; p < pixels; p += BACK_PIXELS) {
+            int taken = pixels - p < BACK_PIXELS ? pixels - p : BACK_PIXELS;
+            float *at[BACK_PIXELS];
+            const float *slope[BACK_PIXELS];
+            for (long ky = 0; ky < s->kernel_height; ky++) {
+                const float *rows = weight + ky * s->outputs * padded;
+                for (long r = 0; r < padded;) {
+                    int many = padded - r >= BACK_VECTORS * LANES;
+                    for (int i = 0; i < taken; i++) {
+                        long y = (p + i) / s->wide, x = (p + i) % s->wide;
+                        at[i] = scratch + (y * s->step_y + ky) * line + x * s->step_x * s->channels + r;
+                        slope[i] = slopes + y * s->g_row + x * s->g_column;
+                    }
+                    if (taken == BACK_PIXELS && many)
+                        spread_block(at, slope, s->g_channel, rows + r, s->outputs, padded, BACK_PIXELS, BACK_VECTORS);
+                    else if (taken == BACK_PIXELS)
+                        spread_block(at, slope, s->g_channel, rows + r, s->outputs, padded, BACK_PIXELS, 1);
+                    else
+                        for (int i = 0; i < taken; i++) {
+                            if (many)
+                                spread_block(at + i, slope + i, s->g_channel, rows + r, s->outputs, padded, 1,
+                                             BACK_VECTORS);
+                            else
+                                spread_block(at + i, slope + i, s->g_channel, rows + r, s->outputs, padded, 1, 1);
+                        }
+                    r += many ? BACK_VECTORS * LANES : LANES;
+                }
+            }
+        }
+        for (long y = 0; y < s->height; y++)
+            memcpy(out + y * s->width * s->channels, scratch + (y + s->pad_y) * line + s->pad_x * s->channels,
+                   sizeof(float) * s->width * s->channels);
     }
 }
