@@ -57,6 +57,12 @@ def add_up(replies: list[ClientReply]) -> Tensor:
     return keep_low_bits(sum_messages([reply.delta for reply in replies]), replies[0].bits)
 
 
+def count_equal(one: Tensor, other: Tensor) -> int:
+    """Places of 21 in which two sums are equal. With noise of 2e4 units of its own in each, one is once in 8e4 times,
+    and three of them once in 4e11; all are where the noise is the same."""
+    return int((one == other).sum())
+
+
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_round_that_is_asked_for_again_has_other_noise_and_is_paid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
@@ -74,7 +80,7 @@ def test_a_round_that_is_asked_for_again_has_other_noise_and_is_paid(
         sums = [attacker.sums[0], *again]
         for i, one in enumerate(sums):
             for other in sums[:i]:  # at the same weights: equal up to samples and noise, never in many places
-                assert float((one == other).double().mean()) < 0.05
+                assert count_equal(one, other) < 3
         assert [len(service.ledger.entries(service.name)) for service in bus.services.values()] == [4, 4, 4]
 
 
@@ -102,7 +108,7 @@ def test_a_run_of_the_same_name_after_another_has_other_noise(tmp_path: Path, mo
         first = attacker.player
         serve(bus, settings, tmp_path / "other", monkeypatch, simulation=False)
         list(first.run(attacker.requests[0]))  # back to the first run's id
-        assert float((attacker.sums[-1] == attacker.sums[0]).double().mean()) < 0.05
+        assert count_equal(attacker.sums[-1], attacker.sums[0]) < 3
 
 
 def test_dropping_one_party_on_purpose_leaves_the_others_masked(
@@ -117,7 +123,8 @@ def test_dropping_one_party_on_purpose_leaves_the_others_masked(
         fewer = attacker.ask_again(0)
         difference = keep_low_bits(attacker.sums[0] - fewer, 24).double()
         # One party's integers without noise would be on a grid of its own: nearly all the same size, few values.
-        assert len(torch.unique(difference)) > 0.9 * len(difference)
+        # Of 210 pairs each is equal once in 1e5 times: five of them are, once in 1e15.
+        assert len(torch.unique(difference)) > 0.8 * len(difference)
         rows = [len(service.ledger.entries(service.name)) for service in bus.services.values()]
         assert rows == [2, 2, 1]
 
@@ -129,9 +136,9 @@ def test_split_views_are_uniform_also_where_only_the_attempt_differs(
     settings = masked_settings(1)
     real = masked.MaskedCoordinator._pack_manifest
 
-    def split(self: Any, party: str, manifest: manifests.Manifest, keys: Any) -> Envelope:
-        shown = dataclasses.replace(manifest, attempt=7) if party == "party-1" else manifest
-        return real(self, party, shown, keys)
+    def split(self: Any, own: Any, manifest: manifests.Manifest, keys: Any) -> Envelope:
+        shown = dataclasses.replace(manifest, attempt=7) if own.party == "party-1" else manifest
+        return real(self, own, shown, keys)
 
     with federation(tmp_path, settings, simulation=False) as bus:
         attacker = Attacker(monkeypatch)

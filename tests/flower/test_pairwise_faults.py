@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 from pathlib import Path
@@ -11,14 +12,18 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fulcrum-fl[flower]'")
 
+from cryptography.hazmat.primitives.asymmetric import ec
+
 from fulcrum.errors import ConfigError
 from fulcrum.flower.consent import make_consent_text
 from fulcrum.flower.messages import Envelope, read_message_header
 from fulcrum.flower.pairwise import coordinator as masked
+from fulcrum.flower.pairwise.keys import KEY_PURPOSE, RunKey, _make_statement
 from fulcrum.flower.pairwise.party import MaskedRounds
 from fulcrum.flower.prepare import make_served_settings
 from fulcrum.flower.proposals import accept_proposal, make_proposal
 from fulcrum.flower.refusals import TermsRefusal
+from fulcrum.flower.signing import sign_statement
 from fulcrum.flower.terms import find_rule_of_terms, read_terms_file, terms_to_toml, validate_terms
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.training import loop
@@ -155,6 +160,34 @@ def test_a_party_that_refuses_every_manifest_costs_the_others_one_attempt(tmp_pa
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["participants"] for row in rows] == [[0, 1]] * 3
     assert result.summary["rounds"] == 3
+
+
+@pytest.mark.parametrize("wrong", ["another signing key", "a point of small order"])
+def test_a_party_whose_key_of_the_run_nobody_can_use_is_left_out_alone(
+    tmp_path: Path, monkeypatch: Any, wrong: str
+) -> None:
+    """The others would refuse every manifest with it: the coordinator must not ask them, nor give them up for that."""
+    settings = masked_settings(3)
+    with federation(tmp_path, settings, simulation=False) as bus:
+        odd = bus.services[2]
+        if wrong == "another signing key":
+            odd._masked.signing = ec.generate_private_key(ec.SECP384R1())
+        else:
+            weak = RunKey("run", odd.name, odd.key)
+
+            def sign_weak(self: MaskedRounds, run: str) -> RunKey:
+                statement = _make_statement(run, self.party, "00" * 32)
+                signature = base64.b64encode(sign_statement(self.signing, KEY_PURPOSE, statement)).decode()
+                weak.signed = dataclasses.replace(weak.signed, exchange="00" * 32, signature=signature)
+                return weak
+
+            monkeypatch.setattr(odd._masked, "start_run", sign_weak.__get__(odd._masked))
+        result = serve(bus, settings, tmp_path / "run", monkeypatch, simulation=False)
+        assert count_rows(bus) == [3, 3, 0]
+    assert result.summary["rounds"] == 3
+    log = (tmp_path / "run" / "parties.jsonl").read_text()
+    assert "not signed with its registered key, or makes no secret" in log
+    assert "is void" not in log
 
 
 def test_a_key_that_is_revoked_between_ready_and_message_voids_one_attempt(tmp_path: Path, monkeypatch: Any) -> None:

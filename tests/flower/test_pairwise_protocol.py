@@ -6,9 +6,11 @@ with.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from fulcrum.errors import RunError
 from fulcrum.flower.messages import BadMessage
-from fulcrum.flower.pairwise.keys import RunKey, SignedKey, signed_key_from_table
+from fulcrum.flower.pairwise.keys import KEY_PURPOSE, RunKey, SignedKey, _make_statement, signed_key_from_table
 from fulcrum.flower.pairwise.manifest import (
     Manifest,
     ManifestRefusal,
@@ -34,6 +36,7 @@ from fulcrum.flower.pairwise.manifest import (
     manifest_from_bytes,
     mask_message,
 )
+from fulcrum.flower.signing import sign_statement
 from fulcrum.privacy.pairwise.integers import round_to_message, sum_messages
 from fulcrum.rng import SeededRandomness
 
@@ -164,6 +167,48 @@ def test_unpinned_peers_count_as_colluders() -> None:
         assert refused.value.code == "peers"
     manifest, keys = gather([ann, *make(("eve",))], c=1)
     assert find_noise_parties(manifest, "ann")[1] == pytest.approx(1.0)
+
+
+def sign_exchange(name: str, exchange: str) -> SignedKey:
+    """A key of the run that a colluder signs for itself: it may sign anything."""
+    signature = sign_statement(SIGNING[name], KEY_PURPOSE, _make_statement(RUN, name, exchange))
+    own = RunKey(RUN, name, SIGNING[name]).signed
+    return dataclasses.replace(own, exchange=exchange, signature=base64.b64encode(signature).decode())
+
+
+def spell_with_capitals(exchange: str) -> str:
+    return next(exchange.replace(x, x.upper()) for x in "abcdef" if x in exchange)  # none in one key of 1e13
+
+
+@pytest.mark.parametrize("spell", [spell_with_capitals, lambda text: f"{text[:2]} {text[2:]}", lambda text: text])
+def test_a_colluder_that_takes_a_partys_key_for_its_own_unmasks_nobody(spell: Callable[[str], str]) -> None:
+    """ann colludes and names cat's X25519 key as hers, in another spelling. bob then has one mask with both: he would
+    take it off for ann, who stands before him, and add it for cat, who stands after him. Nothing would be left of it.
+    """
+    bob, cat = make(("bob", "cat"))
+    stolen = sign_exchange("ann", spell(cat.key.signed.exchange))
+    line = dataclasses.replace(
+        bob.ready(), party="ann", fingerprint=stolen.fingerprint, exchange=stolen.exchange, nonce=secrets.token_hex(16)
+    )
+    assert bob.pending is not None
+    manifest = make_manifest(RUN, 3, 0, 1, MODEL, [line, bob.pending, cat.ready()])
+    keys = {"ann": stolen, "bob": bob.key.signed, "cat": cat.key.signed}
+    with pytest.raises(ManifestRefusal, match=r"one form|same exchange"):
+        bob.send(manifest, keys)
+    assert torch.equal(mask_message(manifest, bob.key, bob.integers(manifest)), bob.integers(manifest))  # bare
+    if stolen.exchange != cat.key.signed.exchange:
+        with pytest.raises(BadMessage, match="small letters"):  # no such key is taken from a message either
+            signed_key_from_table(dataclasses.asdict(stolen))
+
+
+def test_keys_that_make_the_same_secret_make_other_masks() -> None:
+    """X25519 ignores the last bit of a key, so two keys can have one secret. The keys themselves are in the masks'."""
+    bob, cat = make(("bob", "cat"))
+    raw = bytearray.fromhex(cat.key.signed.exchange)
+    raw[-1] |= 0x80
+    masks = {bob.key.derive_mask_key(each, b"digest") for each in (cat.key.signed.exchange, raw.hex())}
+    assert len(set(bob.key._secrets.values())) == 1
+    assert len(masks) == 2
 
 
 def test_fewer_colluders_than_a_party_wants_covered_are_refused() -> None:

@@ -43,7 +43,7 @@ def _noised(randomness: Randomness, d: int = 200_000) -> torch.Tensor:
 @pytest.mark.parametrize("randomness", [SeededRandomness(1), SecureRandomness()], ids=["seeded", "secure"])
 def test_noise_is_normal_with_the_stated_scale_and_no_other(randomness: Randomness) -> None:
     noise = _noised(randomness)
-    assert _p_value(noise, SIGMA * C) > 1e-6
+    assert _p_value(noise, SIGMA * C) > 1e-10  # secure draws are new ones each time: this fails once in 1e10
     for wrong in (2 / 3, 3 / 2, 1.05):
         assert _p_value(noise, SIGMA * C * wrong) < 1e-6, f"the test cannot tell {wrong} times the scale"
 
@@ -54,8 +54,8 @@ def test_uniform_numbers_sample_at_the_stated_rate(randomness: Randomness) -> No
     assert draws.dtype == torch.float64
     assert float(draws.min()) >= 0
     assert float(draws.max()) < 1
-    assert scistats.kstest(draws.numpy(), "uniform").pvalue > 1e-6
-    assert scistats.kstest((draws**1.1).numpy(), "uniform").pvalue < 1e-6
+    assert scistats.kstest(draws.numpy(), "uniform").pvalue > 1e-10  # as above
+    assert scistats.kstest((draws**1.2).numpy(), "uniform").pvalue < 1e-6  # 1e-80 as a rule
 
 
 def test_streams_with_different_keys_are_unrelated_and_equal_keys_equal() -> None:

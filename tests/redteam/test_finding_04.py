@@ -46,7 +46,7 @@ def test_both_neighbours_have_the_same_set_of_releases_now() -> None:
         low = released.integers & 0xFF  # the low bits are uniform whatever x is: nothing is left to look at
         counts = torch.bincount(low, minlength=256).double()
         statistic = float(((counts - TRIALS / 256) ** 2 / (TRIALS / 256)).sum())
-        assert statistic < 400  # 255 degrees of freedom: mean 255, standard deviation 23
+        assert statistic < 460  # 255 degrees of freedom: mean 255, standard deviation 23; above once in 1e13 times
     old = 1.0 + SecureRandomness().normal(("noise", 1), TRIALS).float() * torch.tensor(SIGMA)
     counts = torch.bincount((old.double() * 2.0**24).to(torch.int64) & 0xFF, minlength=256).double()
-    assert float(((counts - TRIALS / 256) ** 2 / (TRIALS / 256)).sum()) > 400  # float32: the low bits are mostly zero
+    assert float(((counts - TRIALS / 256) ** 2 / (TRIALS / 256)).sum()) > 460  # float32: the low bits are mostly zero

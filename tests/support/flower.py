@@ -39,6 +39,11 @@ NAMES = ("party-0", "party-1", "party-2")
 WAIT_POLICY = WaitPolicy(round_timeout=1.0, join_timeout=1.0, min_parties=1)
 
 
+def flip_last_byte(content: bytes) -> bytes:
+    """Other bytes, always: a fixed byte in place of the last is the same one in 256 signatures."""
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
 def toy_settings(rounds: int = 4, rule: str = "moo", **train: Any) -> Settings:
     """Three toy parties; sigma rather than epsilon, so that nothing is calibrated."""
     return Settings(

@@ -129,7 +129,9 @@ class FleetService:
 
     def restarted(self) -> set[int]:
         """Nodes that have started again since the last call."""
-        back, self._restarted = self._restarted, set()
+        back = set()
+        while self._restarted:  # one by one: the port's thread may add another meanwhile, which must not be lost
+            back.add(self._restarted.pop())
         return back
 
     def party_of(self, node: int) -> str:

@@ -96,7 +96,12 @@ class FleetNode:
         self._node = 0
         self._last = ""
         self._ahead = 0.0
-        self._signed = (-math.inf, 0.0, "", "")  # when (monotonic), how far ahead the clock was, time and signature
+        self._signed = (
+            -math.inf,
+            -math.inf,
+            "",
+            "",
+        )  # when on both clocks (monotonic, signed time), time and signature
         self._told: tuple[str, float] = ("", 0.0)
         self._ever = False
         self._lock = threading.Lock()
@@ -280,12 +285,13 @@ class FleetNode:
 
     def _sign_time(self) -> tuple[str, str]:
         """The time and its signature: one for the requests of a few seconds, which the coordinator allows."""
-        now = time.monotonic()
-        made, ahead, stamp, signature = self._signed
-        if now - made > SIGNED_SECONDS or ahead != self._ahead:
-            stamp = datetime.fromtimestamp(time.time() - self._ahead, UTC).isoformat()
+        now, there = time.monotonic(), time.time() - self._ahead
+        made, said, stamp, signature = self._signed
+        # Both clocks: the monotonic one stands still while a machine sleeps, and the other one is set now and then.
+        if now - made > SIGNED_SECONDS or abs(there - said) > SIGNED_SECONDS:
+            stamp = datetime.fromtimestamp(there, UTC).isoformat()
             signature = b64encode(self._key.sign(stamp.encode("ascii"), ec.ECDSA(hashes.SHA256()))).decode("ascii")
-            self._signed = (now, self._ahead, stamp, signature)
+            self._signed = (now, there, stamp, signature)
         return stamp, signature
 
     def _open_client(self) -> httpx.Client:

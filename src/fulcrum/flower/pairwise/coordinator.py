@@ -28,6 +28,7 @@ from fulcrum.flower.pairwise.keys import SignedKey, signed_key_from_table
 from fulcrum.flower.pairwise.manifest import Manifest, Participant, compute_tau, make_manifest
 from fulcrum.flower.pairwise.model_digest import digest_model
 from fulcrum.flower.registry import describe_refusal, verify_signed_reply
+from fulcrum.flower.signing import fingerprint
 from fulcrum.privacy.bounds import sanitise_bounds
 from fulcrum.privacy.mechanism import compute_planned_events
 from fulcrum.privacy.pairwise.integers import unpack_message
@@ -60,7 +61,9 @@ class MaskedCoordinator:
 
     def __init__(self, engine: FlowerEngine) -> None:
         self.engine = engine
-        self._sent: dict[str, set[str]] = {}  # party -> X25519 keys that it has been told
+        # X25519 key of a party -> those of others that it has been told. A process that starts again has another key of
+        # its own, and knows nobody's.
+        self._sent: dict[str, set[str]] = {}
         self._unwilling: dict[str, str] = {}  # party -> why it masks for no manifest of this run
 
     @property
@@ -75,6 +78,7 @@ class MaskedCoordinator:
         tasks = {task.client: (task, state) for task, state in zip(plain, request.states, strict=True)}
         needed = max(self.colluders + 1, min(engine.wait_policy.min_parties, len(tasks)))
         asked: Sequence[int] = ()  # who may have sent a message in vain
+        voids = 0
         for attempt in range(MAX_ATTEMPTS):
             if asked and request.pay_again is not None:
                 able = request.pay_again(asked)
@@ -94,6 +98,7 @@ class MaskedCoordinator:
             if len(replies) == len(ready):
                 yield from (replies[k] for k in sorted(replies))
                 return
+            voids += 1
             missing = ", ".join(engine.clients[k].name for k in sorted(ready.keys() - replies.keys()))
             engine.registry.report(
                 "",
@@ -101,8 +106,9 @@ class MaskedCoordinator:
                 f"{len(replies)} have paid, and the round is asked for again",
             )
         raise RunError(
-            f"round {request.round + 1} was void {MAX_ATTEMPTS} times, because not all of those who were ready sent "
-            "their message; see parties.jsonl, then continue with fulcrum serve --resume."
+            f"round {request.round + 1} failed {MAX_ATTEMPTS} times: it was void {voids} times, because not all of "
+            f"those who were ready sent their message, and {MAX_ATTEMPTS - voids} times fewer than {needed} parties "
+            "were ready; see parties.jsonl, then continue with fulcrum serve --resume."
         )
 
     def _refuse_to_go_on(self, round: int, needed: int) -> None:
@@ -132,7 +138,7 @@ class MaskedCoordinator:
         }
         policy = engine.stragglers.policy
         wanted = max(policy.count_needed(len(asks)), engine.wait_policy.min_parties, self.colluders + 1)
-        found = self._exchange(asks, self._read_ready, request.round, wanted)
+        found = self._exchange(asks, self._read_ready, request.round, wanted, held=True)
         for k in asks.keys() - found.keys() - engine.spent():
             words = engine.stragglers.note_miss(k, request.round)
             engine.registry.report(engine.clients[k].name, f"was not ready for round {request.round + 1}: {words}")
@@ -142,9 +148,11 @@ class MaskedCoordinator:
         header = self._read_reply(k, ask, envelope, "ready", round)
         if header is None:
             return None
-        key = signed_key_from_table(header["key"])
-        if key.party != self.engine.clients[k].name or not key.is_valid(self.engine.registry.run):
-            raise BadMessage("its key of the run is not signed by it.")
+        key, name, registry = signed_key_from_table(header["key"]), self.engine.clients[k].name, self.engine.registry
+        # With its registered key: the others would refuse a manifest with any other, and be asked no more.
+        known = key.party == name and key.fingerprint == fingerprint(registry.public_keys[name])
+        if not known or not key.is_valid(registry.run):
+            raise BadMessage("its key of the run is not signed with its registered key, or makes no secret.")
         return Ready(key, header["fresh"])
 
     # --- messages ---------------------------------------------------------------------------------
@@ -195,7 +203,7 @@ class MaskedCoordinator:
     ) -> dict[int, ClientReply]:
         manifest = self.make_manifest(request, tasks, ready, attempt)
         keys = [each.key for each in ready.values()]
-        asks = {k: self._pack_manifest(ready[k].key.party, manifest, keys) for k in ready}
+        asks = {k: self._pack_manifest(ready[k].key, manifest, keys) for k in ready}
 
         def read(k: int, ask: Envelope, envelope: Envelope, round: int) -> ClientReply | None:
             return self._read_message(k, ask, envelope, tasks[k], manifest)
@@ -203,15 +211,15 @@ class MaskedCoordinator:
         found = self._exchange(asks, read, request.round, len(asks))
         for k in found:
             self.engine.stragglers.note_answer(k)
-            self._sent.setdefault(ready[k].key.party, set()).update(key.exchange for key in keys)
+            self._sent.setdefault(ready[k].key.exchange, set()).update(key.exchange for key in keys)
         for k in ready.keys() - found.keys():
-            self._sent.pop(ready[k].key.party, None)  # it may have started again, and know nobody's key
+            self._sent.pop(ready[k].key.exchange, None)  # it may not have got them
             self.engine.stragglers.note_miss(k, request.round)
         return found
 
-    def _pack_manifest(self, party: str, manifest: Manifest, keys: Sequence[SignedKey]) -> Envelope:
-        """The request to one participant: the manifest, and the keys that it has not been told yet."""
-        known = self._sent.get(party, set())
+    def _pack_manifest(self, own: SignedKey, manifest: Manifest, keys: Sequence[SignedKey]) -> Envelope:
+        """The request to one participant: the manifest, and the keys that it has not been told yet. own: its key."""
+        party, known = own.party, self._sent.get(own.exchange, set())
         new = [dataclasses.asdict(key) for key in keys if key.exchange not in known and key.party != party]
         bodies = {"manifest": manifest.to_bytes(), "keys": json.dumps(new).encode() if new else b""}
         registry = self.engine.registry
@@ -271,12 +279,17 @@ class MaskedCoordinator:
         read: Callable[[int, Envelope, Envelope, int], T | None],
         round: int,
         wanted: int,
+        held: bool = False,
     ) -> dict[int, T]:
         """Send requests and read the answers, until all are there, or `wanted` and the grace is over, or the deadline.
 
         A node that starts again has lost its request; it is not sent once more: what it had computed is gone too.
+        held: an answer only counts while its party holds what it computed, so it ends with the party's process.
         """
         engine = self.engine
+        if held:  # who started again before it was asked has lost nothing
+            engine.registry.poll()
+            engine.registry.take_restarted_parties()
         end = time.monotonic() + engine.wait_policy.round_timeout
         waiting: dict[str, int] = {}
         found: dict[int, T] = {}
@@ -297,7 +310,9 @@ class MaskedCoordinator:
             late = time.monotonic() > end
             engine.registry.poll()
             for name in engine.registry.take_restarted_parties():
-                settled |= {k for k in asks if engine.clients[k].name == name}
+                gone = {k for k in asks if engine.clients[k].name == name}
+                settled |= gone
+                found = {k: answer for k, answer in found.items() if not (held and k in gone)}
             for delivery in engine.registry.transport.collect(set(waiting)) if waiting else ():
                 k = waiting.pop(delivery.id)
                 settled.add(k)

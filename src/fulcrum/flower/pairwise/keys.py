@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-import binascii
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +21,8 @@ from fulcrum.flower.signing import fingerprint, is_valid_statement, sign_stateme
 KEY_PURPOSE = "pairwise-key"
 """What a party's signature under its X25519 key is for."""
 MASK_INFO = b"fulcrum pairwise mask 1"
+EXCHANGE_PATTERN = re.compile(r"[0-9a-f]{64}")
+"""The one form of an X25519 key as text."""
 MAX_FIELD_BYTES = 2048
 """Characters of the longest field of a signed key."""
 
@@ -29,7 +31,8 @@ MAX_FIELD_BYTES = 2048
 class SignedKey:
     """A party's X25519 public key for one run, under its registered key's signature. Everything here is public.
 
-    signing: the registered public key in OpenSSH's form. exchange: 32 bytes in hexadecimal. signature: base64.
+    signing: the registered public key in OpenSSH's form. exchange: 32 bytes in hexadecimal, in small letters.
+    signature: base64.
     """
 
     party: str
@@ -43,7 +46,7 @@ class SignedKey:
         return _find_fingerprint(self.signing)
 
     def is_valid(self, run: str) -> bool:
-        """Whether the signing key signed this X25519 key for this run and party."""
+        """Whether the signing key signed this X25519 key for this run and party, and the key makes secrets."""
         return _is_valid(self, run)
 
 
@@ -53,8 +56,10 @@ def _is_valid(key: SignedKey, run: str) -> bool:
     try:
         signature = base64.b64decode(key.signature, validate=True)
         signing = _read_signing_key(key.signing)
+        # A point of small order makes the same secret with everybody, which is no secret: refused before anybody pays.
+        X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(key.exchange)))
         return is_valid_statement(signing, KEY_PURPOSE, _make_statement(run, key.party, key.exchange), signature)
-    except (binascii.Error, BadMessage):
+    except (ValueError, BadMessage):  # also what is not base64
         return False
 
 
@@ -71,11 +76,10 @@ def signed_key_from_table(table: Any) -> SignedKey:
     if not all(isinstance(table[name], str) and len(table[name]) <= MAX_FIELD_BYTES for name in names):
         raise BadMessage("a key's field is not of the right type or size.")
     found = SignedKey(**{name: table[name] for name in names})
-    try:
-        if len(bytes.fromhex(found.exchange)) != 32:
-            raise ValueError
-    except ValueError:
-        raise BadMessage("an X25519 key is 32 bytes in hexadecimal.") from None
+    # One form only: the same 32 bytes in capitals or with spaces would be another text, and two participants with one
+    # key would have one mask, which a party between them adds and takes off again.
+    if not EXCHANGE_PATTERN.fullmatch(found.exchange):
+        raise BadMessage("an X25519 key is 32 bytes in hexadecimal, in small letters.")
     _read_signing_key(found.signing)
     return found
 

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from fulcrum.flower.messages import BadMessage
-from fulcrum.flower.pairwise.keys import RunKey, SignedKey
+from fulcrum.flower.pairwise.keys import EXCHANGE_PATTERN, RunKey, SignedKey
 from fulcrum.privacy.pairwise.graph import list_neighbours
 from fulcrum.privacy.pairwise.integers import add_keystreams, choose_shared_grid
 from fulcrum.privacy.pairwise.shares import compute_own_variances
@@ -218,6 +218,8 @@ def check_manifest(manifest: Manifest, own: OwnPart, keys: Mapping[str, SignedKe
     names = [each.party for each in manifest.participants]
     if names != sorted(set(names)):
         raise ManifestRefusal("manifest", "participants are not in the order of their names, or named twice.")
+    if not all(EXCHANGE_PATTERN.fullmatch(each.exchange) for each in manifest.participants):
+        raise ManifestRefusal("manifest", "an X25519 key is not in its one form, so that two might be the same.")
     for field in ("fingerprint", "exchange", "nonce"):
         if max(Counter(getattr(each, field) for each in manifest.participants).values()) > 1:
             raise ManifestRefusal("manifest", f"two participants have the same {field}.")
