@@ -9,6 +9,7 @@ import pytest
 
 from fulcrum.analysis.audit import releases as module
 from fulcrum.analysis.audit.bounds import LowerBound, simulate_projections
+from fulcrum.analysis.audit.finished import pair_scores
 from fulcrum.analysis.audit.outcome import Audit, Measured, conclude
 from fulcrum.analysis.audit.releases import audit_releases, read_releases
 from fulcrum.cli import main
@@ -220,3 +221,13 @@ def test_releases_without_noise_contradict_every_claim(tmp_path):
     found = audit_releases(read_releases(path))
     assert not found.passed
     assert {bound.method for bound in found.parties[0].bounds if bound.epsilon > 4.2} >= {"noise-fit", "one-run-fdp"}
+
+
+@pytest.mark.parametrize(("members", "others"), [(900, 400), (7, 500), (1, 1)])
+def test_members_and_others_are_placed_by_coins(members, others):
+    """One-run bounds are about independent coins: a fixed number of members is another experiment."""
+    view = pair_scores(np.ones(members), np.zeros(others), (Gaussian(0.5, 2.0),))
+    assert np.array_equal(view.scores, view.included)
+    assert len(view.included) >= min(members, others)
+    if members > 100:
+        assert view.included.sum() not in (members, others, len(view.included) // 2)
