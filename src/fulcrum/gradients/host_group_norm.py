@@ -1,12 +1,14 @@
-"""Group norm on a CPU, of images with channels last: one pass gives all gradients, those of parameters per example.
+"""Group norm on a CPU: one pass gives all gradients, those of parameters per example.
 
-PyTorch's own backward pass is several times slower in that format and adds the parameter gradients of all examples up;
-so is its forward pass for small images. Rows of several pixels side by side (`_Rows`) keep the inner loops of PyTorch's
-operations long.
+PyTorch's own backward pass adds the parameter gradients of all examples up, and is several times slower for images with
+channels last; so is its forward pass for small images. Compiled code takes images of either format. Without it, images
+with channels last go through PyTorch's operations in rows of several pixels side by side (`_Rows`), which keep their
+inner loops long; others go through PyTorch's own group norm, twice.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fulcrum.gradients.compiled import MOST_LANES, address, find_kernels
 from fulcrum.gradients.group_norm import HeldGroupNorm, ParameterGrads
 
 LARGE_IMAGE = 1024
@@ -110,7 +113,10 @@ def _to_images(rows: Tensor, shape: torch.Size) -> Tensor:
 def host_group_norm(
     images: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Callable[[Tensor], ParameterGrads]] | None:
-    """As `group_norm.fused_group_norm`, on a CPU; None unless images are float32 with channels last."""
+    """As `group_norm.fused_group_norm`, on a CPU; None unless images are float32, and compiled or with channels last."""
+    compiled = _run_compiled(images, groups, weight, bias, eps)
+    if compiled is not None:
+        return compiled
     last = images.dim() == 4 and images.is_contiguous(memory_format=torch.channels_last)
     if images.dtype != torch.float32 or not last or images.is_contiguous() or not images.numel():
         return None
@@ -141,3 +147,69 @@ def _normalise(
     level = centre.mul(steep).neg_() if bias is None else torch.addcmul(bias.detach(), centre, steep, value=-1)
     out = torch.addcmul(rows.widen(level), given, rows.widen(steep))
     return _to_images(out, images.shape), centre, rise
+
+
+# --- compiled -----------------------------------------------------------------------------------
+
+
+class _Images(ctypes.Structure):
+    """`Images` of compiled/group_norm.c."""
+
+    _fields_ = tuple((name, ctypes.c_long) for name in ("count", "channels", "pixels", "groups", "last"))
+
+
+@dataclass
+class _CompiledCall:
+    """As `_Call`. centre, rise [B, C]: of each channel's group."""
+
+    images: Tensor
+    weight: Tensor
+    centre: Tensor
+    rise: Tensor
+    shape: _Images
+    out: list[Tensor]
+    slope: Tensor | None = None
+
+    def differentiate(self, g: Tensor) -> ParameterGrads:
+        """From the output's gradient; keeps the input's until autograd asks for it."""
+        library, images = find_kernels(), self.images
+        assert library is not None
+        last = torch.channels_last if self.shape.last else torch.contiguous_format
+        slope, own = torch.empty_like(images), g.float().contiguous(memory_format=last)
+        grads = images.new_empty((2, *images.shape[:2]))
+        known = (own, images, self.weight, self.centre, self.rise, slope, grads[0], grads[1])
+        _call(library.fulcrum_group_norm_back, known, self.shape)
+        # Autograd keeps this object until the whole pass is over; the images are not needed any more.
+        self.slope, self.images = slope, slope.new_empty(0)
+        return ParameterGrads(grads[0], grads[1])
+
+
+def _call(function: Callable[..., None], tensors: tuple[Tensor, ...], shape: _Images, *numbers: float) -> None:
+    scratch = torch.empty(4 * shape.channels, dtype=torch.float64)
+    function(*map(address, tensors), address(scratch), ctypes.byref(shape), *map(ctypes.c_double, numbers))
+
+
+def _run_compiled(
+    images: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Callable[[Tensor], ParameterGrads]] | None:
+    """None where there is no compiled code for these images."""
+    if images.dtype != torch.float32 or images.is_cuda or images.dim() < 2 or not images.numel():
+        return None
+    channels, last = images.shape[1], not images.is_contiguous()
+    if last and not (images.dim() == 4 and images.is_contiguous(memory_format=torch.channels_last)):
+        return None
+    if channels % groups or (last and channels % MOST_LANES):
+        return None
+    library = find_kernels()
+    if library is None:
+        return None
+    kept = images.detach()
+    own = kept.new_ones(channels) if weight is None else weight.detach().contiguous()
+    start = kept.new_zeros(channels) if bias is None else bias.detach().contiguous()
+    if own.dtype != torch.float32 or start.dtype != torch.float32:
+        return None
+    shape = _Images(len(kept), channels, math.prod(kept.shape[2:]), groups, last)
+    out, moments = torch.empty_like(kept), kept.new_empty((2, len(kept), channels))
+    _call(library.fulcrum_group_norm, (kept, own, start, out, moments[0], moments[1]), shape, eps)
+    call = _CompiledCall(kept, own, moments[0], moments[1], shape, [out])
+    return HeldGroupNorm.apply(images, call), call.differentiate  # type: ignore[no-untyped-call]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fulcrum.gradients import host_ops
 from fulcrum.gradients.outer_products import ConvPatches, unfold_patches
 from fulcrum.models.builtin import TemperedSigmoid
 from fulcrum.models.whitening import CentringLayer
@@ -281,6 +282,13 @@ LAYER_OPS: dict[type[nn.Module], tuple[LayerOp, ...]] = {
     nn.Conv1d: (build_autograd_op(_run_convolution, spare=True),),
     nn.Conv2d: (
         LayerOp(
+            host_ops.run_convolution,
+            host_ops.run_convolution_back,
+            host_ops.strided_convolution_fits,
+            spare=True,
+            run_parts=host_ops.run_convolution_parts,
+        ),
+        LayerOp(
             _patches_forward,
             _patches_backward,
             _patches_are_supported,
@@ -307,7 +315,10 @@ LAYER_OPS: dict[type[nn.Module], tuple[LayerOp, ...]] = {
     TemperedSigmoid: (LayerOp(_tempered_forward, _tempered_backward),),
     CentringLayer: (LayerOp(_centre_forward, _centre_backward, spare=True),),
     nn.Flatten: (LayerOp(_flatten_forward, _flatten_backward),),
-    nn.MaxPool2d: (LayerOp(_max_pool_forward, _max_pool_backward, output=_max_pool_output),),
+    nn.MaxPool2d: (
+        LayerOp(host_ops.run_max_pool, host_ops.run_max_pool_back, host_ops.max_pool_fits),
+        LayerOp(_max_pool_forward, _max_pool_backward, output=_max_pool_output),
+    ),
     nn.AvgPool2d: (LayerOp(_avg_pool_forward, _avg_pool_backward),),
     nn.AdaptiveAvgPool2d: (
         LayerOp(_global_pool_forward, _global_pool_backward, _global_pool_is_supported),

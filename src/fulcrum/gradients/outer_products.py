@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fulcrum.gradients.host_convolution import fits_compiled_convolution, write_conv_grads
 from fulcrum.gradients.param_grads import (
     DOUBLE_SCRATCH,
     BlockedGrad,
@@ -421,6 +422,8 @@ class ConvGrad:
 
 def materialise_grads(part: LinearGrad | ConvGrad) -> MaterialisedGrad | BlockedGrad:
     """Materialises the gradients; for a convolution, in pieces that fit the cache."""
+    if isinstance(part, ConvGrad) and fits_compiled_convolution(part):
+        return write_conv_grads(part)
     if isinstance(part, ConvGrad) and part.can_shift:
         return _multiply_shifted(part)
     size, count, order = part.size, len(part.g), part.order

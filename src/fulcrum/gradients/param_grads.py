@@ -141,6 +141,8 @@ class MaterialisedGrad:
 
     grads: Tensor
     order: EntryOrder | None = None
+    squares: Tensor | None = None
+    """Squared norms [B], float64, where they came along: as exact as those of `add_fast_squares`."""
 
     @property
     def positions(self) -> int:
@@ -151,7 +153,7 @@ class MaterialisedGrad:
 
     def fast_squares(self) -> Tensor | None:
         """Squared norms [B], float64, whose error is a small part of themselves; see `add_fast_squares`."""
-        return add_fast_squares(self.grads)
+        return add_fast_squares(self.grads) if self.squares is None else self.squares
 
     def write_sum(self, factors: Tensor, block: Tensor) -> None:
         """Write `weighted_sum` into block [n]."""
@@ -174,7 +176,8 @@ class MaterialisedGrad:
         return MaterialisedGrad(zero_masked_rows(self.grads, good), self.order)
 
     def slice(self, start: int, stop: int) -> MaterialisedGrad:
-        return MaterialisedGrad(self.grads[start:stop], self.order)
+        squares = None if self.squares is None else self.squares[start:stop]
+        return MaterialisedGrad(self.grads[start:stop], self.order, squares)
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def _release_on_host(
     if not math.isfinite(largest):
         x = _read_finite(x)
         largest = _find_largest(x)
-    if not len(x) or largest >= host_noise.LARGEST_SIZE * grid:
+    if not len(x) or not grid > 2.0**-1000 or largest >= host_noise.LARGEST_SIZE * grid:  # 1 / g must be finite
         return _release_some_rows(x[None], [scale], [stream], [grid])[0]
     units = torch.empty(len(x), dtype=torch.int32)
     for place, integer in _write_on_host(x, scale, grid, stream, units):

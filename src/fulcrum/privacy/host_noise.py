@@ -1,7 +1,8 @@
 """Noise and certified rounding on a CPU, in blocks that stay in its cache: what `exact_noise` does elsewhere at once.
 
 The released integers are defined by the stream's bits, so they do not depend on blocks, on threads, or on which of the
-two implementations made them. Symbols as in `rng.normals`; all numbers below are in units of the grid g.
+implementations made them: this one, or the compiled loop of `compiled_noise`, which is taken where there is one.
+Symbols as in `rng.normals`; all numbers below are in units of the grid g.
 
 Few coordinates lie near a boundary between two integers. A block only notes them; their margins are computed at the
 end, for all blocks together.
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fulcrum.gradients.threads import find_shared_pool
+from fulcrum.privacy import compiled_noise
 from fulcrum.rng.chacha import Nonce, open_stream
 
 Numbers = npt.NDArray[Any]
@@ -71,8 +73,13 @@ def round_on_host(
     each = -(-half // wanted)
     parts = [range(start, min(start + each, half)) for start in range(0, half, each)]
 
+    rounder = compiled_noise.find_rounder() if compiled_noise.accepts(x, into) else None
+
     def run(part: range) -> list[Noted]:
-        return _round_pairs(x, scale, grid, stream, into, part)
+        if rounder is None:
+            return _round_pairs(x, scale, grid, stream, into, part)
+        found = compiled_noise.round_pairs(rounder, x, scale, grid, stream, into, part, NEAR, SMALLEST_USUAL)
+        return [Noted(table[:, 0].astype(np.int64), *table.T[1:]) for table in found]
 
     if len(parts) == 1:
         found = run(parts[0])

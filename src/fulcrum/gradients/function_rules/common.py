@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fulcrum.gradients.compiled import find_kernels
 from fulcrum.gradients.uses import UseRecorder
 
 
@@ -22,6 +23,9 @@ def to_compute_type(value: Tensor) -> Tensor:
 LARGE_IMAGE = 1024
 """Pixels from which a CPU convolves faster with channels last: of smaller images the norms in between lose as much."""
 
+LARGE_COMPILED_IMAGE = 256
+"""The same where the norms in between are compiled."""
+
 
 def arrange_images(recorder: UseRecorder, images: Tensor) -> Tensor:
     """Images [B, C, H, W] in the memory format in which they are convolved fastest.
@@ -32,7 +36,8 @@ def arrange_images(recorder: UseRecorder, images: Tensor) -> Tensor:
     if not recorder.channels_last or images.dim() != 4:
         return images
     if not images.is_cuda:
-        large = images.shape[2] * images.shape[3] >= LARGE_IMAGE
+        enough = LARGE_IMAGE if find_kernels() is None else LARGE_COMPILED_IMAGE
+        large = images.shape[2] * images.shape[3] >= enough
         last = images.device.type == "cpu" and images.dtype == torch.float32 and large
         return images.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
     conv = torch.backends.cudnn.conv  # type: ignore[attr-defined]
