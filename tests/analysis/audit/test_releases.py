@@ -227,6 +227,7 @@ def test_releases_without_noise_contradict_every_claim(tmp_path):
 def test_members_and_others_are_placed_by_coins(members, others):
     """One-run bounds are about independent coins: a fixed number of members is another experiment."""
     view = pair_scores(np.ones(members), np.zeros(others), (Gaussian(0.5, 2.0),))
+    assert view.scores is not None
     assert np.array_equal(view.scores, view.included)
     assert len(view.included) >= min(members, others)
     if members > 100:
