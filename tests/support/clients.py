@@ -54,8 +54,12 @@ def right(params: Floats, data: Data, seed: int) -> Floats:
 
 
 def right_without_seed(params: Floats, data: Data, seed: int) -> list[Floats]:
-    """Right, with randomness of the operating system, in two pieces and as an update at a learning rate."""
-    update = -0.3 * right(params, data, int.from_bytes(__import__("os").urandom(8), "little"))
+    """Right, in two pieces and as an update at a learning rate, with a generator of its own.
+
+    It stands for code that draws from the operating system. Its numbers are the same in every test all the same: a
+    lower bound of 95% is above the truth in up to 5% of checks, and a test must not fail by chance.
+    """
+    update = -0.3 * right(params, data, seed * 1_000_003 + 17)
     return [update[:7], update[7:].reshape(1, -1)]
 
 

@@ -95,9 +95,18 @@ def _train_with_canaries(
 
 def print_audit(found: Audit) -> None:
     """The bounds as a table, what they assume, what was compared, and the verdict."""
+    from fulcrum.analysis.audit.outcome import format_lower_bound
+
     view.print_line(f"attacker: {found.view}; delta {found.delta:g}; each bound holds with {100 * found.confidence:g}%")
     if found.entries:
         view.print_table(("party", "claimed", "method", "at least", "of claim", "from"), found.list_rows())
+    measured = found.to_json()["measured"]
+    total = sum(len(entry.bounds) for entry in found.entries)
+    if measured and total > 1:
+        view.print_line(
+            f"together: at least {format_lower_bound(measured['epsilon'])} ({measured['party']}, {measured['method']}) "
+            f"with {100 * found.confidence:g}%, as the highest of {total} bounds"
+        )
     for line in found.list_assumptions():
         view.print_line(line)
     for name, agreed in found.checks.items():

@@ -40,6 +40,9 @@ def check(
     classes: Annotated[int | None, typer.Option("--classes", help="Classes of made-up records.")] = None,
     examples: Annotated[int | None, typer.Option("--examples", help="Records of a data set; default: enough.")] = None,
     parameters: Annotated[int | None, typer.Option("--parameters", help="Numbers in params, which are zeros.")] = None,
+    local_steps: Annotated[
+        int | None, typer.Option("--local-steps", help="Noised steps in one call, of which the sum is released.")
+    ] = None,
     replays: Annotated[int, typer.Option("--replays", help="Calls per data set; about ten data sets.")] = 600,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -67,6 +70,7 @@ def check(
         "classes": classes,
         "examples": examples,
         "parameters": parameters,
+        "local_steps": local_steps,
     }
     named = {name: value for name, value in given.items() if value is not None}
     stated = make_claims(named) if claims is None else read_claims(claims, named)

@@ -47,7 +47,8 @@ def test_a_small_audit_of_right_code_is_below_the_claim_and_not_far(tmp_path):
     assert 0.4 * result.epsilon < best.epsilon < result.epsilon
     assert {bound.method for bound in audit.together.bounds} == {"known-samples", "noise-fit", "one-run-fdp", "one-run"}
     told = audit.to_json()
-    assert told["measured"]["epsilon"] == max(b.epsilon for e in audit.entries for b in e.bounds)
+    # The highest of twelve bounds is told at the level that all of them share, so it is lower.
+    assert 0 < told["measured"]["epsilon"] < max(b.epsilon for e in audit.entries for b in e.bounds)
     assert (tmp_path / "run" / "audit.json").is_file()
     assert [party["canaries"] for party in told["parties"]] == [300, 300]
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from fulcrum.analysis.audit import releases as module
-from fulcrum.analysis.audit.bounds import simulate_projections
+from fulcrum.analysis.audit.bounds import LowerBound, simulate_projections
+from fulcrum.analysis.audit.finished import pair_scores
+from fulcrum.analysis.audit.outcome import Audit, Measured, conclude
 from fulcrum.analysis.audit.releases import audit_releases, read_releases
 from fulcrum.cli import main
 from fulcrum.engines.canary_files import write_releases
@@ -174,3 +176,59 @@ def test_a_run_without_noise_and_one_whose_parties_are_units_are_reconciled_only
 def test_wrong_words_get_a_sentence(words, told, capsys):
     assert main(["audit", *SMALL, *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_the_order_of_a_file_decides_nothing(tmp_path):
+    """All canaries that are in come first, and every release is the same number: nobody can tell them apart."""
+    included = (np.arange(400) < 200).astype(np.int64)
+    claim = {"epsilon": 1.0, "delta": 1e-5, "rate": 0.5, "sigma": 2.0}
+    for name, order in (("first", included), ("in turn", np.arange(400) % 2)):
+        path = tmp_path / f"{name}.npz"
+        np.savez(path, included=order, projections=np.zeros((400, 4)), run=np.arange(400))
+        path.with_suffix(".json").write_text(json.dumps({"format": "fulcrum-releases-1", **claim}))
+        found = audit_releases(read_releases(path))
+        assert found.passed, found.list_rows()
+        counts = {bound.method: bound.numbers for bound in found.parties[0].bounds}
+        one = counts["one-run"]
+        assert one["correct"] < 0.8 * one["guesses"]  # 200 coins and more: five deviations are below 0.7
+        halves = counts["clopper-pearson"]
+        assert 60 < halves["members"] < 140  # both halves have both kinds
+
+
+def test_the_verdict_and_the_headline_share_one_level():
+    """Bounds that rise with less confidence: the highest of many is told at the level that all share."""
+    asked = []
+
+    def bound(confidence):
+        asked.append(confidence)
+        return (LowerBound(3.0 + 20 * (1 - confidence), 1e-5, confidence, "one-run"),) * 2
+
+    entries = [Measured(f"party-{k}", 3.5, 10, 5, 1, bound) for k in range(5)]
+    found = conclude(entries, 0.95)
+    assert not any(entry.above for entry in found)  # 4.0 at 95% each, 3.1 at the level of ten bounds
+    assert min(asked) == 0.95
+    assert max(asked) == pytest.approx(0.995)
+    told = Audit("a view", "releases", 1e-5, 0.95, tuple(found)).to_json()
+    assert told["measured"]["epsilon"] == pytest.approx(3.1)
+
+
+def test_releases_without_noise_contradict_every_claim(tmp_path):
+    """No spread at all: the canaries that are in move a release, the others do not."""
+    included = np.random.default_rng(0).random(200) < 0.5
+    path = tmp_path / "silent.npz"
+    np.savez(path, included=included.astype(np.int64), projections=np.repeat(included[:, None] * 1.0, 3, axis=1))
+    path.with_suffix(".json").write_text(json.dumps({"format": "fulcrum-releases-1", **CLAIM}))
+    found = audit_releases(read_releases(path))
+    assert not found.passed
+    assert {bound.method for bound in found.parties[0].bounds if bound.epsilon > 4.2} >= {"noise-fit", "one-run-fdp"}
+
+
+@pytest.mark.parametrize(("members", "others"), [(900, 400), (7, 500), (1, 1)])
+def test_members_and_others_are_placed_by_coins(members, others):
+    """One-run bounds are about independent coins: a fixed number of members is another experiment."""
+    view = pair_scores(np.ones(members), np.zeros(others), (Gaussian(0.5, 2.0),))
+    assert view.scores is not None
+    assert np.array_equal(view.scores, view.included)
+    assert len(view.included) >= min(members, others)
+    if members > 100:
+        assert view.included.sum() not in (members, others, len(view.included) // 2)

@@ -386,7 +386,9 @@ def bound_by_noise_fit(
     noise = math.sqrt(spread * unit * freedom / float(chi2.ppf(0.2 * level, freedom)))
     shares = np.array([ins.var(ddof=1) / len(ins), spread / len(outs)])
     total = float(shares.sum())
-    welch = total**2 / float((shares**2 / [len(ins) - 1, freedom]).sum())
+    # Releases without any noise have no spread: what moved is certain.
+    parts = shares / total if total > 0 else np.array([0.0, 1.0])
+    welch = 1 / float((parts**2 / [len(ins) - 1, freedom]).sum())
     moved = float(ins.mean() - outs.mean())
     shift = moved - float(student.isf(0.8 * level, welch)) * math.sqrt(total)
     numbers |= {"noise": math.sqrt(spread * unit), "shift": moved}

@@ -162,11 +162,18 @@ def score_records(folder: Path, dataset: Dataset, records: Records) -> FloatVect
 
 
 def pair_scores(members: FloatVector, others: FloatVector, events: tuple[Gaussian, ...]) -> CanaryView:
-    """As many members as others, in an order that a fixed seed decides."""
+    """Scores of members and of others in an order that fair coins of a fixed seed decide, one coin per place.
+
+    One-run bounds are about independent coins, so members and others are not equally many: as many places are taken as
+    the shorter of both lists almost surely lasts for.
+    """
     generator = np.random.default_rng(0)
     count = min(len(members), len(others))
-    chosen = [generator.permutation(each)[:count] for each in (members, others)]
-    order = generator.permutation(2 * count)
-    included: BoolVector = (np.arange(2 * count) < count)[order]
-    scores: FloatVector = np.concatenate(chosen)[order]
-    return CanaryView(np.zeros((2 * count, 0)), None, included, events, scores=scores)
+    places = max(count, 2 * count - math.ceil(12 * math.sqrt(count)))
+    included: BoolVector = generator.random(places) < 0.5
+    while max(int(included.sum()), int((~included).sum())) > count:
+        included = included[:-1]
+    scores: FloatVector = np.empty(len(included))
+    scores[included] = generator.permutation(members)[: int(included.sum())]
+    scores[~included] = generator.permutation(others)[: int((~included).sum())]
+    return CanaryView(np.zeros((len(included), 0)), None, included, events, scores=scores)

@@ -152,11 +152,12 @@ def measure_run(
         view = collect_view(audited.engine.seen, k, mine, included[mine])
         pooled.append(view if losses is None else dataclasses.replace(view, scores=losses[mine]))
         entries.append(make_entry(plan.name(k), result.epsilons[k], pooled[-1], result.delta, families))
-    parties = conclude(entries, confidence)
-    together = None
     if plan.parties > 1 and len({view.events for view in pooled}) == 1:
-        entry = make_entry("all parties", max(result.epsilons), join_views(pooled), result.delta, families)
-        together = conclude([entry], confidence)[0]
+        # Concluded with the others: the verdict is one, at one level.
+        entries.append(make_entry("all parties", max(result.epsilons), join_views(pooled), result.delta, families))
+    concluded = conclude(entries, confidence)
+    parties = concluded[: plan.parties]
+    together = concluded[-1] if len(concluded) > plan.parties else None
     return Audit(
         VIEWS[audited.kind],
         audited.kind,

@@ -21,7 +21,8 @@ class PartyAudit:
 
     claimed: the epsilon that its ledger or its statement says, at delta. included: how many canaries were in. above:
     whether a bound is above the claim even at the confidence that all bounds of the audit share. point: rates of false
-    and of true positives that the attacker reached with its highest scores.
+    and of true positives that the attacker reached with its highest scores. shared: where this party has the highest
+    bound of the audit, its highest one at the level that all bounds share: the highest of many is not chosen for free.
     """
 
     name: str
@@ -32,6 +33,7 @@ class PartyAudit:
     bounds: tuple[LowerBound, ...]
     above: bool = False
     point: tuple[float, float] | None = None
+    shared: LowerBound | None = None
 
     @property
     def best(self) -> LowerBound:
@@ -72,6 +74,7 @@ class Audit:
         """The content of audit.json; `measured` is the point to show beside the claimed epsilon."""
         entries = [entry for entry in self.entries if entry.bounds]
         best = max(entries, key=lambda entry: entry.best.epsilon, default=None)
+        headline = None if best is None else best.shared or best.best
         return {
             "format": FORMAT,
             "kind": self.kind,
@@ -80,12 +83,12 @@ class Audit:
             "confidence": self.confidence,
             "passed": self.passed,
             "measured": None
-            if best is None
+            if best is None or headline is None
             else {
-                "epsilon": best.best.epsilon,
+                "epsilon": headline.epsilon,
                 "claimed": best.claimed,
-                "method": best.best.method,
-                "assumes": best.best.assumes,
+                "method": headline.method,
+                "assumes": headline.assumes,
                 "party": best.name,
             },
             "points": [
@@ -175,12 +178,16 @@ def conclude(measured: Sequence[Measured], confidence: float) -> list[PartyAudit
     """
     plain = [(entry, entry.bound(confidence)) for entry in measured]
     total = sum(len(bounds) for _, bounds in plain)
+    highest = max((bound.epsilon for _, bounds in plain for bound in bounds), default=0.0)
     found = []
     for entry, bounds in plain:
         above = any(bound.epsilon > entry.claimed for bound in bounds)
-        if above and total > 1:
+        best = max((bound.epsilon for bound in bounds), default=-1.0) == highest
+        shared = None
+        if total > 1 and (above or best):
             strict = entry.bound(1 - (1 - confidence) / total)
-            above = any(bound.epsilon > entry.claimed for bound in strict)
+            above = above and any(bound.epsilon > entry.claimed for bound in strict)
+            shared = max(strict, key=lambda bound: bound.epsilon) if best else None
         counts = entry.canaries, entry.included, entry.releases
-        found.append(PartyAudit(entry.name, entry.claimed, *counts, bounds, above, entry.point))
+        found.append(PartyAudit(entry.name, entry.claimed, *counts, bounds, above, entry.point, shared))
     return found

@@ -258,12 +258,15 @@ def audit_releases(releases: Releases, confidence: float = 0.95) -> Audit:
     return Audit(view, "releases", releases.delta, confidence, tuple(parties), notes=tuple(notes), facts=facts)
 
 
-def _make_entry(releases: Releases, mine: BoolVector, name: str, families: FamilyCache) -> Measured:
+def _make_entry(releases: Releases, chosen: BoolVector, name: str, families: FamilyCache) -> Measured:
+    # A file may list all canaries that are in before the others, or in turn. Equal scores are ordered by place and
+    # halves are taken by place, so places must know nothing of the coins: they are mixed, by a seed of their own.
+    mine = np.random.default_rng(20251).permutation(np.flatnonzero(chosen))
     projections, included = releases.projections[mine], releases.included[mine]
     sampled = None if releases.sampled is None else releases.sampled[mine]
     view = CanaryView(projections, sampled, included, releases.events, releases.steps)
     entry = make_entry(name, releases.epsilon, view, releases.delta, families)
-    own_run = len(np.unique(releases.run[mine])) == int(mine.sum()) > 1
+    own_run = len(np.unique(releases.run[mine])) == len(mine) > 1
 
     def bound(confidence: float) -> tuple[LowerBound, ...]:
         found = entry.bound(confidence)

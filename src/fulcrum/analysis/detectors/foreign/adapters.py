@@ -11,6 +11,7 @@ system may leave it unused.
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +44,7 @@ def flatten(value: Any) -> Floats:
     if isinstance(value, list | tuple) and value and not all(isinstance(each, int | float) for each in value):
         return np.concatenate([flatten(each) for each in value])
     if hasattr(value, "detach"):
-        value = value.detach().cpu().numpy()
+        value = value.detach().cpu().double().numpy()  # NumPy has no bfloat16
     try:
         return np.asarray(value, dtype=np.float64).ravel()
     except (TypeError, ValueError) as error:
@@ -51,14 +52,28 @@ def flatten(value: Any) -> Floats:
 
 
 def collect_numbers(value: Any, prefix: str) -> dict[str, float]:
-    """The plain numbers of a dict, by name."""
-    if not isinstance(value, Mapping):
-        return {}
-    return {
-        f"{prefix}{name}": float(each)
-        for name, each in value.items()
-        if isinstance(each, int | float | np.number) and not isinstance(each, bool)
-    }
+    """Everything in a dict as numbers by name: yes and no as 1 and 0, words by their checksum, arrays by their entries.
+
+    Whatever leaves the client beside its update tells something where it follows from the records.
+    """
+    if isinstance(value, Mapping):
+        pairs: list[tuple[str, Any]] = [(str(name), each) for name, each in value.items()]
+    else:
+        pairs = [(f"[{place}]", each) for place, each in enumerate(value)]
+    found: dict[str, float] = {}
+    for name, each in pairs:
+        full = f"{prefix}{name}"
+        if hasattr(each, "detach"):
+            each = flatten(each) if each.ndim else float(each)
+        if isinstance(each, str | bytes):
+            found[full] = float(zlib.crc32(each.encode() if isinstance(each, str) else each))
+        elif isinstance(each, int | float | np.number | np.bool_):
+            found[full] = float(each)
+        elif isinstance(each, Mapping):
+            found |= collect_numbers(each, f"{full}.")
+        elif isinstance(each, list | tuple | np.ndarray):
+            found |= collect_numbers(np.ravel(each) if isinstance(each, np.ndarray) else each, full)
+    return found
 
 
 def guard(call: Callable[[], Any], what: str) -> Any:
@@ -87,26 +102,48 @@ def adapt_function(target: Any, claims: Claims) -> Client:
 
 
 def adapt_opacus(target: Any, claims: Claims) -> Client:
-    """A factory make(data, seed) of a model, an optimizer and a loader; the release is one step's change."""
+    """A factory make(data, seed) of a model, an optimizer and a loader; the release is one step's change.
+
+    With claims.local_steps above 1, that of so many steps. Buffers (BatchNorm's statistics) are part of the model, and
+    of the release. Where Opacus wraps an optimizer other than SGD, the release is the noised gradient.
+    """
 
     def call(data: Data, seed: int) -> Released:
         made = guard(lambda: target(data, seed), "the script")
         model, optimizer, loader, loss = take_parts(made)
 
         def step() -> Floats:
-            before = flatten([p.detach().clone() for p in model.parameters() if p.requires_grad])
-            for x, y in loader:
+            before = list_released(model)
+            for number, (x, y) in enumerate(loader):
+                if number == claims.local_steps:
+                    break
                 optimizer.zero_grad()
                 outputs = model(x)
                 # An empty Poisson batch has no mean loss; its step is noise alone.
                 (loss(outputs, y) if len(x) else outputs.sum()).backward()
                 optimizer.step()
-                break
-            return flatten([p.detach() for p in model.parameters() if p.requires_grad]) - before
+            change: Floats = list_released(model) - before
+            weights = [p for p in model.parameters() if p.requires_grad]
+            if not is_adaptive(optimizer) or any(p.grad is None for p in weights):
+                return change
+            size = sum(p.numel() for p in weights)
+            return np.concatenate([flatten([p.grad for p in weights]), change[size:]])
 
         return Released(guard(step, "the script's first step"))
 
     return call
+
+
+def list_released(model: Any) -> Floats:
+    """What a model shows: its trained parameters, then its buffers of floating-point numbers."""
+    shown = [p.detach().clone() for p in model.parameters() if p.requires_grad]
+    return flatten(shown + [b.detach().clone() for b in model.buffers() if b.is_floating_point()])
+
+
+def is_adaptive(optimizer: Any) -> bool:
+    """Whether Opacus wraps an optimizer that rescales each coordinate, as Adam does: its steps show no deviations."""
+    inner = getattr(optimizer, "original_optimizer", None)
+    return inner is not None and type(inner).__name__ != "SGD"
 
 
 def take_parts(made: Any) -> tuple[Any, Any, Any, Any]:
@@ -139,7 +176,8 @@ def adapt_flower(target: Any, claims: Claims) -> Client:
         if not (isinstance(answer, tuple) and len(answer) == 3):
             raise InputError("fit must return (parameters, number of examples, metrics).")
         after, count, metrics = answer
-        beside = {"num_examples": float(count), **collect_numbers(metrics, "metrics.")}
+        told = metrics if isinstance(metrics, Mapping) else {}
+        beside = {"num_examples": float(count), **collect_numbers(told, "metrics.")}
         return Released(flatten(list(after)) - flatten(list(start)), beside)
 
     return call

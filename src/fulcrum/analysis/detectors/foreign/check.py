@@ -12,21 +12,20 @@ import numpy as np
 from fulcrum.analysis.detectors.findings import LEVEL, Reading, Report, collect
 from fulcrum.analysis.detectors.foreign.adapters import adapt
 from fulcrum.analysis.detectors.foreign.claims import Claims, make_claims
+from fulcrum.analysis.detectors.foreign.epsilons import bound_one_release, bound_training, price
 from fulcrum.analysis.detectors.foreign.mistakes import (
     RATE,
     SHUFFLING,
     Measured,
-    bound_one_release,
-    bound_training,
     is_batch_clipped,
     is_measurable,
     measure_rate,
     measure_sigma,
     measure_sigma_error,
-    price,
 )
 from fulcrum.analysis.detectors.foreign.readings import list_readings
 from fulcrum.analysis.detectors.foreign.replay import (
+    HUGE,
     LARGER,
     OUTLYING,
     Records,
@@ -35,6 +34,7 @@ from fulcrum.analysis.detectors.foreign.replay import (
     choose_targets,
     find_clear_columns,
     make_records,
+    refuse_rescaled,
     refuse_weights,
     take_apart,
 )
@@ -43,6 +43,7 @@ from fulcrum.settings.registry import import_named_attribute
 
 REPLAYS = 600
 FEWEST_REPLAYS = 100
+HUGE_REPLAYS = 60
 
 
 @dataclass(frozen=True)
@@ -156,10 +157,18 @@ def measure(replayer: Replayer, claims: Claims, replays: int) -> Measured:
     second = replayer.play(records.copies(two.x, two.label, count), replays)
     if claims.output == "update":
         refuse_weights(first, second)
-    clear = find_clear_columns(first, second)
-    replayer.kept = ~clear
-    first, second = first.keep(~clear), second.keep(~clear)
+    refuse_rescaled(first)
+    clear, frozen = find_clear_columns(first, second)
+    kept = ~(clear | frozen)
+    if frozen.any():
+        replayer.freeze(frozen, first.finite[0])
+    replayer.kept = kept
+    first, second = first.keep(kept), second.keep(kept)
     larger = replayer.play(records.copies(LARGER * one.x, one.label, count), replays // 2)
+    huge = replayer.play(records.copies(HUGE * one.x, one.label, count), HUGE_REPLAYS)
+    other = records.relabel(one, two)
+    relabelled = second if other is two else replayer.play(records.copies(other.x, other.label, count), replays // 2)
+    shared = replayer.play(records.share(one, other, count), replays // 2)
     double = replayer.play(records.copies(one.x, one.label, 2 * count), replays)
     few = max(2, round(1 / claims.rate))
     small = replayer.play(records.copies(one.x, one.label, few), replays)
@@ -192,6 +201,12 @@ def measure(replayer: Replayer, claims: Claims, replays: int) -> Measured:
         half_double=None,
         with_target=np.nan_to_num(present),
         without=np.nan_to_num(absent),
+        zeros_sample=alone,
+        relabelled_sample=relabelled,
+        relabelled=take_apart(relabelled),
+        shared=shared,
+        huge=huge,
+        thawed=replayer.thawed,
     )
     if not is_batch_clipped(found):
         return found

@@ -30,7 +30,8 @@ class Claims:
     How the code is called: kind: "function", "opacus", "flower" or "auto". output: whether a function returns an
     "update" (or gradient) or new "params". examples: records of a data set; features and classes: of made-up records;
     data: "package.module:function" that returns (x [n, ...], y [n]) instead. parameters: numbers in `params`, which are
-    zeros; 0: as many as the code returns.
+    zeros; 0: as many as the code returns. local_steps: noised steps in one call, of which the sum is released; each of
+    them is one of `steps`.
     """
 
     sigma: float
@@ -47,6 +48,7 @@ class Claims:
     classes: int = 2
     data: str = ""
     parameters: int = 0
+    local_steps: int = 1
 
     def __post_init__(self) -> None:
         for name, right, rule in (
@@ -63,6 +65,11 @@ class Claims:
             ("features", isinstance(self.features, int) and self.features >= 1, "a whole number of at least 1"),
             ("classes", isinstance(self.classes, int) and self.classes >= 2, "a whole number of at least 2"),
             ("parameters", isinstance(self.parameters, int) and self.parameters >= 0, "a whole number of at least 0"),
+            (
+                "local_steps",
+                isinstance(self.local_steps, int) and self.local_steps >= 1,
+                "a whole number of at least 1",
+            ),
             ("data", isinstance(self.data, str), "package.module:function"),
         ):
             if not right:

@@ -125,7 +125,12 @@ def read_scales(found: Measured) -> Iterator[Reading]:
     """Whether the scale of the noise follows from the records: a C that is taken from them."""
     if found.first.noise == 0:
         return
-    for line, what in ((found.zeros, "of zeros"), (found.larger, "that are larger"), (found.second, "of another kind")):
+    for line, what in (
+        (found.zeros, "of zeros"),
+        (found.larger, "that are larger"),
+        (found.second, "of another kind"),
+        (found.relabelled, "with another label"),
+    ):
         if line.noise == 0 or line.across.shape[1] < FEWEST_COORDINATES:
             continue
         ratio = line.noise / found.first.noise
@@ -151,7 +156,13 @@ def _measure_lengths(rows: Floats) -> Floats:
 def read_outlier(found: Measured) -> Iterator[Reading]:
     """Whether one outlying record changes what the others add: features that are standardised with private records."""
     usual, other = found.usual.finite, found.with_outlier.finite
-    if len(usual) < 8 or len(other) < 8 or is_batch_clipped(found) or is_unclipped(found):
+    if (
+        len(usual) < 8
+        or len(other) < 8
+        or found.claims.local_steps > 1
+        or is_batch_clipped(found)
+        or is_unclipped(found)
+    ):
         return
     half = len(usual) // 2
     mean = usual[:half].mean(axis=0)

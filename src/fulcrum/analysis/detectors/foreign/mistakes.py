@@ -13,14 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special, stats
 
-from fulcrum.analysis.audit.bounds import LowerBound, bound_by_noise_fit, bound_by_thresholds
 from fulcrum.analysis.detectors import exact
 from fulcrum.analysis.detectors.findings import Reading, contradict
 from fulcrum.analysis.detectors.foreign.adapters import Floats
 from fulcrum.analysis.detectors.foreign.claims import Claims
 from fulcrum.analysis.detectors.foreign.replay import LARGER, Line, Sample
-from fulcrum.privacy.accounting import compute_epsilon
-from fulcrum.privacy.events import Gaussian
 
 REPLAY, STATEMENT, AUDIT = "neighbour replay", "statement check", "audit"
 FAR = 6.5
@@ -39,6 +36,7 @@ BUDGET = "a budget per round sold as a total"
 EPSILON = "epsilon below what was measured"
 FORM = "noise of another form"
 RATE = "sampling at a higher rate"
+NO_NUMBERS = "releases that are no numbers"
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,9 @@ class Measured:
     which about one is sampled. half, half_double: copies of a smaller record, whose
     releases are half as long as those of the extreme one; None where nothing asked for them. with_target, without:
     scores of one extreme record among records of zeros, and of zeros alone, along the direction in which it moves.
-    zeros: records of zeros. usual, with_outlier: a record and its opposite in turn, and the same with one outlying one.
+    zeros, zeros_sample: records of zeros. relabelled, shared: copies with another label, and a quarter of the first
+    kind beside those. huge: beyond half precision. thawed: numbers left out as unchanging that changed. usual,
+    with_outlier: a record and its opposite in turn, and the same with one outlying one.
     """
 
     claims: Claims
@@ -69,11 +69,25 @@ class Measured:
     half_double: float | None
     with_target: Floats
     without: Floats
+    zeros_sample: Sample
+    relabelled_sample: Sample
+    relabelled: Line
+    shared: Sample
+    huge: Sample
+    thawed: int
 
     @property
     def batch(self) -> float:
         """The expected batch."""
         return self.count * self.claims.rate
+
+    @property
+    def scale(self) -> float:
+        """What one record adds, as the part of a release's mean: 1 / batch; the noise of E steps is sqrt(E) as large.
+
+        With several local steps the mean is at most E times that of one, so the measured sigma is not too small.
+        """
+        return self.batch * math.sqrt(self.claims.local_steps)
 
 
 # --- readings -----------------------------------------------------------------------------------
@@ -133,7 +147,7 @@ def read_clipping(found: Measured) -> Iterator[Reading]:
         is_unclipped(found),
         f"a record that is {LARGER:g} times as large moves a release {grown:.3g} times as far, so nothing bounds it",
     )
-    if min(found.first.noise, found.double.noise) == 0 or is_unclipped(found):
+    if min(found.first.noise, found.double.noise) == 0 or is_unclipped(found) or found.claims.local_steps > 1:
         return
     one, two = found.first.multiple, found.double.multiple
     error = math.hypot(2 * found.first.error, found.double.error)
@@ -175,7 +189,7 @@ def is_unclipped(found: Measured) -> bool:
 
 def is_batch_clipped(found: Measured) -> bool:
     """Whether a release does not grow with the number of records."""
-    if found.first.noise == 0 or not is_measurable(found):
+    if found.first.noise == 0 or found.claims.local_steps > 1 or not is_measurable(found):
         return False
     return found.double.multiple < 1.5 * found.first.multiple
 
@@ -184,7 +198,7 @@ def measure_sigma(found: Measured) -> float:
     """The noise multiplier as measured: the noise over what one record adds, the worse of two records."""
     if is_batch_clipped(found):  # leaving out a record can turn a clipped vector around: it moves by up to 2 C
         return min(line.noise / line.mean / 2 for line in (found.first, found.second) if line.mean > 0)
-    large = [line.noise * found.batch / line.mean for line in (found.first, found.second) if line.mean > 0]
+    large = [line.noise * found.scale / line.mean for line in (found.first, found.second) if line.mean > 0]
     if is_shared_by_neighbours(found):
         # Those that are sampled together add as much as one.
         chance = (1 - (1 - found.claims.rate) ** found.small_count) / (found.small_count * found.claims.rate)
@@ -209,7 +223,7 @@ def measure_small_multiple(found: Measured) -> tuple[float, float]:
 
 def is_shared_by_neighbours(found: Measured) -> bool:
     """Whether a record adds much more among few records than among many: microbatches are clipped as one."""
-    if found.first.noise == 0 or found.first.mean <= 0:
+    if found.first.noise == 0 or found.first.mean <= 0 or found.claims.local_steps > 1:
         return False
     alone, error = measure_small_multiple(found)
     among = found.first.multiple / found.batch
@@ -235,8 +249,8 @@ def read_noise(found: Measured) -> Iterator[Reading]:
         low = line.mean - FAR * float(line.along.std(ddof=1)) / math.sqrt(len(line.along))
         if low <= 0:
             continue
-        declared = claims.sigma * low / found.batch
-        ratio = line.noise * found.batch / line.mean / claims.sigma
+        declared = claims.sigma * low / found.scale
+        ratio = line.noise * found.scale / line.mean / claims.sigma
         total = float(np.square(line.across - line.across.mean(axis=0)).sum()) / declared**2
         p = exact.judge_variance_too_small(total, line.freedom) + CHANCE_FAR
         yield Reading(
@@ -275,7 +289,7 @@ def measure_rate(found: Measured) -> float:
 def is_rate_higher(found: Measured) -> bool:
     """Whether the noise is as claimed beside one record, and records are sampled more often than claimed."""
     claims, rate = found.claims, measure_rate(found)
-    if claims.sampling != "poisson" or not 1.3 * claims.rate < rate < 0.9:
+    if claims.sampling != "poisson" or claims.local_steps > 1 or not 1.3 * claims.rate < rate < 0.9:
         return False
     return abs(measure_sigma(found) * rate / claims.rate / claims.sigma - 1) < 0.15
 
@@ -283,7 +297,13 @@ def is_rate_higher(found: Measured) -> bool:
 def read_sampling(found: Measured) -> Iterator[Reading]:
     """Whether the number of sampled records varies as Poisson sampling and a fixed divisor make it vary."""
     claims, line = found.claims, found.first
-    if claims.sampling != "poisson" or claims.rate >= 1 or is_batch_clipped(found) or line.noise == 0:
+    if (
+        claims.sampling != "poisson"
+        or claims.rate >= 1
+        or claims.local_steps > 1
+        or is_batch_clipped(found)
+        or line.noise == 0
+    ):
         return
     low = (line.mean - FAR * float(line.along.std(ddof=1)) / math.sqrt(len(line.along))) / found.batch
     noise = line.noise * max(0.0, 1 - FAR / math.sqrt(2 * line.freedom))
@@ -369,78 +389,3 @@ def read_statistics(found: Measured) -> Iterator[Reading]:
             f"{name!r} is returned beside the update without noise, and follows from the records"
             + (" that were sampled" if few else ""),
         )
-
-
-# --- epsilon --------------------------------------------------------------------------------------
-
-
-def price(claims: Claims, sigma: float, steps: int, sampling: str = "", rate: float | None = None) -> float:
-    """Epsilon of so many releases at this sigma, by what the sampling is worth. rate: None: the claimed one.
-
-    Shuffled batches and full ones have no amplification here: each record is in one release per pass over the data.
-    """
-    if sigma <= 0:
-        return math.inf
-    used = sampling or claims.sampling
-    if used == "poisson":
-        return compute_epsilon([Gaussian(rate or claims.rate, sigma, steps)], claims.delta)
-    passes = steps if used == "full" else max(1, math.ceil(steps * claims.rate))
-    return compute_epsilon([Gaussian(1.0, sigma, passes)], claims.delta)
-
-
-def read_budget(found: Measured) -> Iterator[Reading]:
-    """Whether the promised epsilon is that of all steps, by the claimed numbers alone."""
-    claims = found.claims
-    if claims.epsilon is None:
-        return
-    total, single = price(claims, claims.sigma, claims.steps), price(claims, claims.sigma, 1)
-    short = claims.epsilon < 0.98 * total
-    per_round = claims.epsilon >= 0.9 * single
-    yield contradict(
-        STATEMENT,
-        BUDGET if per_round else EPSILON,
-        short,
-        f"epsilon = {claims.epsilon:g} is promised, and {claims.steps} steps at rate {claims.rate:g} and sigma "
-        f"{claims.sigma:g} cost {total:.4g}"
-        + (f"; one step costs {single:.4g}" if per_round and claims.steps > 1 else ""),
-    )
-
-
-def list_scores(found: Measured) -> tuple[Floats, np.ndarray]:
-    """Scores with the target and without it in turn, and which is which."""
-    count = min(len(found.with_target), len(found.without))
-    scores = np.stack([found.with_target[:count], found.without[:count]], axis=1).ravel()
-    included = np.tile([True, False], count)
-    # Neighbouring places choose the threshold and are counted: mix them, by a seed that knows nothing of the scores.
-    order = np.random.default_rng(0).permutation(len(scores))
-    return scores[order], included[order]
-
-
-def bound_one_release(found: Measured, confidence: float = 0.95) -> LowerBound:
-    """A lower bound on the epsilon of one release, by Clopper and Pearson: it assumes nothing."""
-    return bound_by_thresholds(*list_scores(found), delta=found.claims.delta, confidence=confidence)
-
-
-def bound_training(found: Measured) -> float:
-    """A lower bound on the epsilon of all steps with confidence 0.95, where releases are sampled Gaussian ones."""
-    step = found.first.mean / found.batch
-    if step <= 0 or is_batch_clipped(found) or found.claims.sampling != "poisson":
-        return 0.0
-    events = [Gaussian(found.claims.rate, found.claims.sigma, 1)]
-    scores, included = list_scores(found)
-    fitted = bound_by_noise_fit(scores[:, None] / step, included, events, found.claims.delta)
-    scale = fitted.numbers.get("noise_at_most", math.inf)
-    return price(found.claims, found.claims.sigma * scale, found.claims.steps) if scale < math.inf else 0.0
-
-
-def read_audit(found: Measured) -> Iterator[Reading]:
-    """Whether the lower bound alone refutes the promise."""
-    claims = found.claims
-    promised = price(claims, claims.sigma, 1) if claims.epsilon is None else claims.epsilon
-    surely = bound_one_release(found, 1 - 1e-8)
-    yield Reading(
-        AUDIT,
-        EPSILON,
-        1e-8 if surely.epsilon > promised else 1.0,
-        f"one release alone has epsilon of at least {surely.epsilon:.3g}, and {promised:.3g} is promised",
-    )

@@ -5,24 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from fulcrum.analysis.detectors.findings import LEVEL, Reading
-from fulcrum.analysis.detectors.foreign import forms, mistakes
+from fulcrum.analysis.detectors.foreign import epsilons, forms, mistakes, others
 from fulcrum.analysis.detectors.foreign.mistakes import Measured
 
 Reader = Callable[[Measured], Iterator[Reading]]
 
 OF_RELEASES: tuple[Reader, ...] = (
     mistakes.read_clipping,
+    others.read_huge,
     forms.read_microbatches,
     mistakes.read_noise,
+    others.read_missing_noise,
     forms.read_directions,
+    others.read_twin_numbers,
     forms.read_form,
     forms.read_empty_samples,
     mistakes.read_sampling,
     forms.read_scales,
     forms.read_outlier,
+    others.read_sum,
 )
 """Those that take calls as independent of each other."""
-OTHERS: tuple[Reader, ...] = (mistakes.read_statistics, mistakes.read_budget, mistakes.read_audit)
+OTHERS: tuple[Reader, ...] = (
+    mistakes.read_statistics,
+    others.read_numbers_beside,
+    epsilons.read_budget,
+    epsilons.read_audit,
+)
 
 
 def list_readings(found: Measured) -> Iterator[Reading]:

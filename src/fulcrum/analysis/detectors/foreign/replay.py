@@ -10,6 +10,7 @@ much K varies. Their ratios need neither the scale nor the model.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,8 +28,15 @@ SIZES = (EXTREME, 30.0, 2.0)
 FURTHER = 1.25
 """By how much a smaller record must move a release further, to be preferred."""
 LARGER = 30.0
+HUGE = 1e5
+"""Of an extreme record: beyond the numbers of half precision, far within those of single precision."""
 OUTLYING = 1e4
 """Size of one outlying record, as a multiple of an extreme one."""
+START_ERROR = 0.1
+"""The most that the measured start of a client may be off, beside what copies of a record move a release: in quarters
+of a direction of its own, so that a length is off by half a percent."""
+MOST_STARTS = 40
+"""Calls without records, in multiples of the calls per data set."""
 
 
 class Replayer:
@@ -41,21 +49,55 @@ class Replayer:
         """Which of the released numbers are looked at; None: all."""
         self.start: Floats | None = None
         """What is taken off every release; None: nothing."""
+        self.thawed = 0
+        """How many of the numbers that are left out as unchanging have changed since."""
+        self._frozen: tuple[npt.NDArray[np.bool_], Floats] | None = None
 
     def measure_start(self, data: Data, count: int) -> None:
-        """Take the mean release of a data set without records as the start that every release is counted from."""
+        """Take the mean release of a data set without records as the start that every release is counted from.
+
+        Its error is part of every release. So it is measured with more calls until it is small beside what ordinary
+        records move, and refused where that takes too many.
+        """
+        empty, told = (data[0][:0], data[1][:0]), "it fails on a data set without records"
         try:
-            vectors = np.stack([self._client((data[0][:0], data[1][:0]), self._seed + i).vector for i in range(count)])
+            vectors = self._call(empty, count)
+            if np.isfinite(vectors).all() and (moved := self._measure_move(data, vectors.mean(axis=0))) > 0:
+                error = float(np.square(vectors.std(axis=0, ddof=1)).sum())
+                needed = math.ceil(error / (START_ERROR * moved) ** 2)
+                if needed > MOST_STARTS * count:
+                    vectors, told = np.full((1, 1), np.nan), "without records its noise is too large for that"
+                elif needed > count:
+                    vectors = np.concatenate([vectors, self._call(empty, needed - count)])
         except (InputError, ValueError):
             vectors = np.full((1, 1), np.nan)
-        self._seed += count
-        self.calls += count
         if not np.isfinite(vectors).all():
             raise InputError(
-                "the client returns new params (claims: output), and where it starts from cannot be measured: it fails "
-                "on a data set without records. Let it return the update, the new params less those before."
+                f"the client returns new params (claims: output), and where it starts from cannot be measured: {told}. "
+                "Let it return the update, the new params less those before."
             )
         self.start = vectors.mean(axis=0)
+
+    def _call(self, data: Data, count: int) -> Floats:
+        found = [self._client((data[0].copy(), data[1].copy()), self._seed + i).vector for i in range(count)]
+        self._seed += count
+        self.calls += count
+        return np.stack(found)
+
+    def _measure_move(self, data: Data, start: Floats) -> float:
+        """How far copies of one extreme record move a release from the start."""
+        record = EXTREME * data[0][0] / max(float(np.abs(data[0][0]).max()), 1e-6)
+        copies = np.broadcast_to(record, data[0].shape).astype(data[0].dtype)
+        lengths = []
+        for label in np.unique(data[1])[:2]:
+            rows = self._call((copies, np.full(len(copies), label, dtype=data[1].dtype)), 20)
+            # The product of two halves' means has no part of the noise in it.
+            lengths.append(float((rows[::2].mean(axis=0) - start) @ (rows[1::2].mean(axis=0) - start)))
+        return math.sqrt(max(0.0, *lengths))
+
+    def freeze(self, columns: npt.NDArray[np.bool_], values: Floats) -> None:
+        """Leave out these of the released numbers [d], which have had these values [d] so far."""
+        self._frozen = columns, values
 
     def play(self, data: Data, count: int) -> Sample:
         """`count` releases of a data set."""
@@ -72,6 +114,10 @@ class Replayer:
             vectors = vectors - self.start
         if vectors.shape[1] < 2:
             raise InputError("the client returned fewer than two numbers; its noise cannot be told from its signal.")
+        if self._frozen is not None:
+            columns, values = self._frozen
+            numbers = vectors[np.isfinite(vectors).all(axis=1)]
+            self.thawed = max(self.thawed, int(((numbers != values).any(axis=0) & columns).sum()))
         names = dict.fromkeys(name for each in found for name in each.beside)
         beside = {name: np.array([each.beside.get(name, np.nan) for each in found]) for name in names}
         return Sample(vectors, beside) if self.kept is None else Sample(vectors[:, self.kept], beside)
@@ -94,15 +140,37 @@ class Sample:
         return Sample(self.vectors[:, columns], self.beside)
 
 
-def find_clear_columns(one: Sample, two: Sample) -> npt.NDArray[np.bool_]:
-    """Released numbers without noise that depend on the records [d]; none where nothing has noise.
+def find_still_columns(sample: Sample) -> npt.NDArray[np.bool_]:
+    """Released numbers that are the same in every call [d]."""
+    rows = sample.finite
+    still: npt.NDArray[np.bool_] = rows.max(axis=0) == rows.min(axis=0)
+    return still
 
-    one, two: releases of copies of one record each.
+
+def find_clear_columns(one: Sample, two: Sample) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Released numbers without noise: those that depend on the records [d], and those that do not [d] (frozen layers).
+
+    None where nothing has noise. one, two: releases of copies of one record each.
     """
-    first, second = one.finite, two.finite
-    still = (first.max(axis=0) == first.min(axis=0)) & (second.max(axis=0) == second.min(axis=0))
-    clear: npt.NDArray[np.bool_] = still & (first[0] != second[0])
-    return clear if not still.all() else np.zeros_like(clear)
+    still = find_still_columns(one) & find_still_columns(two)
+    differ = one.finite[0] != two.finite[0]
+    none = np.zeros_like(still)
+    return (none, none) if still.all() else (still & differ, still & ~differ)
+
+
+def refuse_rescaled(sample: Sample) -> None:
+    """Refuse releases whose numbers all have one size: an optimizer rescales them, and no deviation is left to see."""
+    sizes = np.abs(sample.finite)
+    sizes = sizes[:, ~find_still_columns(sample)]
+    sizes = sizes[sizes > 0]
+    if len(sizes) < 8:
+        return
+    low, high = np.quantile(sizes, [0.02, 0.98])
+    if high < 1.05 * low:
+        raise InputError(
+            "every released number has the same size: an optimizer that rescales each coordinate (Adam, signs) hides "
+            "what it was given. Let the client return the noised gradient, or take one step of plain SGD."
+        )
 
 
 def refuse_weights(first: Sample, second: Sample) -> None:
@@ -194,6 +262,17 @@ class Records:
         """A data set of copies of one record."""
         x = np.broadcast_to(record, (count, *record.shape)).astype(self.x.dtype)
         return x.copy(), np.full(count, label, dtype=self.y.dtype)
+
+    def share(self, one: Target, other: Target, count: int) -> Data:
+        """A data set of a quarter of copies of one record, and else copies of another."""
+        x, y = self.copies(other.x, other.label, count)
+        x[: count // 4], y[: count // 4] = one.x, one.label
+        return x, y
+
+    def relabel(self, one: Target, other: Target) -> Target:
+        """The record with another label; where there is only one label, the other record."""
+        labels = self.labels[self.labels != one.label]
+        return Target(one.x, int(labels[0])) if len(labels) else other
 
     def mix(self, one: Target, count: int) -> Data:
         """A data set of a record, and of its opposite with another label, in turn: both pull a linear model alike."""
