@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fulcrum.gradients import compiled, host_convolution, host_ops, layer_ops
+from fulcrum.gradients import compiled, host_convolution, host_ops, layer_ops, rounding
 from fulcrum.gradients.outer_products import ConvGrad, materialise_grads
 
 
@@ -94,7 +94,7 @@ def test_a_library_that_computes_something_else_is_refused(fresh: Path, monkeypa
 
 def test_sources_are_part_of_the_package() -> None:
     names = {each.name for each in Path(compiled.__file__).parent.iterdir()}
-    assert {"convolution.c", "group_norm.c", "pooling.c", "noise.c", "vectors.h"} <= names
+    assert {"convolution.c", "group_norm.c", "pooling.c", "squares.c", "noise.c", "vectors.h"} <= names
     told = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert "gradients/compiled/*.c" in told
     assert "gradients/compiled/*.h" in told
@@ -217,6 +217,23 @@ def test_parts_of_a_batch_have_weights_of_their_own() -> None:
     out, _ = host_ops.run_convolution_parts(one, x, params, parts)
     torch.testing.assert_close(out, torch.cat([one(x[:2]), two(x[2:])]), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(out, one(x), rtol=1e-2)
+
+
+# --- squared norms ------------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.parametrize("entries", [257, 1000, 4096, 70001])
+def test_squared_norms_of_rows(entries: int) -> None:
+    rows = draw(5, entries) * torch.tensor([1.0, 1e-3, 1e3, 0, 1])[:, None]
+    rows[4, :100] = 3e4
+    found, truth = rounding.add_fast_squares(rows), rows.double().square().sum(dim=1)
+    assert rounding._add_compiled_squares(rows) is not None
+    assert ((found - truth).abs() <= rounding.FAST_GRAM_ERROR * truth).all()
+    assert not torch.allclose(found, rows[:, 1:].double().square().sum(dim=1), rtol=1e-7)
+    assert rounding._add_compiled_squares(rows[:, ::2]) is None
+    blocks = rounding.add_fast_squares(rows.expand(2, -1, -1).contiguous(), 2)
+    assert torch.equal(blocks, found.expand(2, -1))
 
 
 # --- pooling ------------------------------------------------------------------------------------

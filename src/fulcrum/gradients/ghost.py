@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from fulcrum.data.records import ModelInputs
 from fulcrum.data.tasks import Task
 from fulcrum.gradients import function_rules as function_rules  # fills the table of functions
 from fulcrum.gradients import sequence
+from fulcrum.gradients.once import once_property
 from fulcrum.gradients.outer_products import ConvGrad, ConvPatches, LinearGrad, join_uses, materialise_grads
 from fulcrum.gradients.param_grads import BlockedGrad, MaterialisedGrad, ParamGrad, scratch_ranges
 from fulcrum.gradients.program import GradProgram, GradSite
@@ -216,7 +216,7 @@ class GhostTape:
     known_finite: bool = False
     """Whether every example's loss and gradient is known to be finite."""
 
-    @cached_property
+    @once_property
     def _small(self) -> frozenset[int]:
         """Tensors with few entries, one use and gradients held as rows: they are treated together."""
         return frozenset(
@@ -228,7 +228,7 @@ class GhostTape:
             and parts[0].grads.shape[1] <= MAX_SMALL_ENTRIES
         )
 
-    @cached_property
+    @once_property
     def _tensor_squares(self) -> dict[int, SquaredNorms]:
         """Squared norms [B] of each tensor that is not small, and on a CPU not among `_fast_squares`."""
         known = self._fast_squares if self.fast and not self.raw_losses.is_cuda else {}
@@ -265,7 +265,7 @@ class GhostTape:
             pieces.append(bound_fast_squares(total, 2 * self.layout.dim))
         return add_squares(pieces)
 
-    @cached_property
+    @once_property
     def _fast_squares(self) -> dict[int, Tensor]:
         """Squared norms [B] of each tensor that is not small and whose norm has a relative error; on a CPU."""
         found: dict[int, Tensor] = {}
@@ -296,11 +296,11 @@ class GhostTape:
         found = add_error(squares, lengths, len(parts) + size)
         return found._replace(bounds=(found.bounds.sqrt() + error * lengths).square())
 
-    @cached_property
+    @once_property
     def _good(self) -> Tensor:
         return find_finite_norms(self._whole_squares, self.raw_losses.dtype) & torch.isfinite(self.raw_losses)
 
-    @cached_property
+    @once_property
     def _whole_squares(self) -> SquaredNorms:
         return self.group_squares()
 
@@ -313,7 +313,7 @@ class GhostTape:
         """Whether every example's loss and gradient is finite; waits for the device."""
         return self._all_finite
 
-    @cached_property
+    @once_property
     def _all_finite(self) -> bool:
         if self.known_finite:
             return True
@@ -324,7 +324,7 @@ class GhostTape:
                 return True
         return bool(self._good.all())
 
-    @cached_property
+    @once_property
     def _finite_parts(self) -> tuple[tuple[ParamGrad, ...], ...]:
         if self._all_finite:
             return self.parts

@@ -11,11 +11,14 @@ UNDERFLOW times n bounds what they add up to.
 
 from __future__ import annotations
 
+import ctypes
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from fulcrum.gradients.compiled import address, find_kernels
 
 CHUNK = 64
 """Number of squares that are added up in the type of the numbers; beyond that, in float64."""
@@ -163,6 +166,9 @@ def add_fast_squares(rows: Tensor, dims: int = 1) -> Tensor:
     if rows.dtype == torch.float64:
         return squared_norms(rows, dims).values
     count = rows.shape[-1]
+    compiled = _add_compiled_squares(rows) if count > FAST_CHUNK else None
+    if compiled is not None:
+        return compiled
     if count <= FAST_CHUNK:
         found: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32).double()
         return found.square_()
@@ -172,6 +178,20 @@ def add_fast_squares(rows: Tensor, dims: int = 1) -> Tensor:
     parts = torch.linalg.vector_norm(chunks, dim=-1, dtype=torch.float32)
     squares: Tensor = torch.linalg.vector_norm(parts, dim=-1, dtype=torch.float64).square_()
     return squares if chunk else squares.add_(add_fast_squares(rows[..., whole:], dims))
+
+
+def _add_compiled_squares(rows: Tensor) -> Tensor | None:
+    """The same by compiled code: lanes of at most 32 squares each. None where there is none for these rows."""
+    if rows.dtype != torch.float32 or rows.device.type != "cpu" or not rows.is_contiguous() or not rows.numel():
+        return None
+    library = find_kernels()
+    if library is None:
+        return None
+    squares = torch.empty(rows.shape[:-1], dtype=torch.float64)
+    library.fulcrum_squares(
+        address(rows), address(squares), ctypes.c_long(squares.numel()), ctypes.c_long(rows.shape[-1])
+    )
+    return squares
 
 
 def bound_fast_squares(squares: Tensor, count: int) -> SquaredNorms:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from fulcrum.data.records import ModelInputs, count_examples, map_inputs, select_rows
 from fulcrum.data.tasks import Task
 from fulcrum.gradients.call_plan import Axis, Place, Scaled
+from fulcrum.gradients.once import once_property
 from fulcrum.gradients.param_grads import sum_rows_in_float64
 from fulcrum.gradients.plain_calls import run_plainly
 from fulcrum.gradients.rounding import NormTable, SquaredNorms, squared_norms, to_norm_table
@@ -44,7 +44,7 @@ class MaterialisedTape:
     raw_losses: Tensor
     raw: Tensor
 
-    @cached_property
+    @once_property
     def _good(self) -> Tensor:
         return find_finite_norms(self._squares(self.raw), self.raw.dtype) & torch.isfinite(self.raw_losses)
 
@@ -52,7 +52,7 @@ class MaterialisedTape:
         """Squared norms [B, tensors]."""
         return stack_squares([squared_norms(block) for block in grads.split(self.layout.sizes, dim=1)])
 
-    @cached_property
+    @once_property
     def _grads(self) -> Tensor:
         return torch.where(self._good.unsqueeze(1), self.raw, torch.zeros((), dtype=self.raw.dtype))
 
