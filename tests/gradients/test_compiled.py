@@ -18,6 +18,7 @@ from fulcrum.gradients.outer_products import ConvGrad, materialise_grads
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A cache folder of this test's own, and nothing remembered before or after."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("FULCRUM_COMPILE", raising=False)
     compiled.find_kernels.cache_clear()
     compiled.compile_failures.clear()
     yield tmp_path / "cache" / "fulcrum" / "kernels"
