@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from fulcrum.cli import demo, failures, main, run, show, view
 from fulcrum.cli.options import with_settings
 from fulcrum.errors import BudgetError, ConfigError, DownloadError, FulcrumError
+from fulcrum.gradients import compiled
 from fulcrum.settings.files import make_settings_template, parse_settings
 from fulcrum.settings.presets import METHODS
 from fulcrum.settings.schema import Settings
@@ -318,6 +319,15 @@ def test_plan_says_where_a_line_is_not_to_be_published(capsys, tmp_path, monkeyp
     assert "for your eyes, not to be published" in said(capsys, *words)[1]
     words = ["plan", "--data", "digits", "--sigma", "1", "--parties", "2", "--no-timing"]
     assert "for your eyes" not in said(capsys, *words)[1]
+
+
+def test_plan_says_that_kernels_are_not_compiled(capsys, monkeypatch):
+    words = ["plan", "--data", "digits", "--sigma", "1", "--parties", "2", "--no-timing"]
+    monkeypatch.setattr(compiled, "find_kernels", lambda: None)
+    monkeypatch.setattr(compiled, "compile_failures", ["there is no C compiler"])
+    assert "kernels  not compiled: there is no C compiler; a step takes up to half more time" in said(capsys, *words)[1]
+    monkeypatch.setattr(compiled, "find_kernels", object)
+    assert "not compiled" not in said(capsys, *words)[1]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def draw(*shape: int, seed: int = 0, last: bool = False) -> Tensor:
 def test_the_switch_turns_compiled_code_off(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FULCRUM_COMPILE", "0")
     assert compiled.find_kernels() is None
-    assert compiled.describe_kernels() == "no compiled kernels on the CPU: FULCRUM_COMPILE is 0"
+    assert compiled.explain_missing_kernels() == "FULCRUM_COMPILE is 0"
     assert not fresh.exists()
 
 
@@ -66,6 +66,7 @@ def test_a_compiler_that_fails_is_a_reason(fresh: Path, monkeypatch: pytest.Monk
 @needs_compiler
 def test_the_library_is_kept_for_its_owner_alone(fresh: Path) -> None:
     assert compiled.find_kernels() is not None
+    assert compiled.explain_missing_kernels() == ""
     (kept,) = fresh.iterdir()
     assert fresh.stat().st_mode & 0o077 == 0
     made = kept.stat().st_mtime_ns

@@ -37,10 +37,13 @@ def forecast_run(federation: Federation, timing: bool) -> Forecast:
 
 def print_forecast(forecast: Forecast) -> None:
     """Engine, layers, time and traffic."""
+    from fulcrum.gradients.compiled import explain_missing_kernels
     from fulcrum.gradients.costs import merge_like_layers
 
     at_once = f", {forecast.workers} parties at a time" if forecast.workers > 1 else ""
     view.print_sentence(f"engine  {forecast.engine} on {forecast.device}{at_once}")
+    if forecast.device == "cpu" and (missing := explain_missing_kernels()):
+        view.print_sentence(f"kernels  not compiled: {missing}; a step takes up to half more time (docs/gpu.md)")
     if forecast.layers:
         print_layers(merge_like_layers(forecast.layers), forecast.batch)
     else:

@@ -50,11 +50,9 @@ def find_kernels() -> ctypes.CDLL | None:
     return library
 
 
-def describe_kernels() -> str:
-    """Whether there is a library, in words for a plan."""
-    if find_kernels() is not None:
-        return "compiled kernels on the CPU"
-    return f"no compiled kernels on the CPU: {compile_failures[-1]}"
+def explain_missing_kernels() -> str:
+    """Why there is no library; empty where there is one."""
+    return "" if find_kernels() is not None else compile_failures[-1]
 
 
 def address(values: Tensor) -> ctypes.c_void_p:

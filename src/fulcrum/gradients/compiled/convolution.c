@@ -281,8 +281,8 @@ static inline __attribute__((always_inline)) void spread_block(
             store(at[p] + v * LANES, load(at[p] + v * LANES) + sums[p][v]);
 }
 
-/* out [count][height * width][channels], with LANES numbers more behind it. weight [kh][outputs][padded], with zeros
-   behind kw * channels. scratch: a frame and 4 LANES. */
+/* out [count][height * width][channels]. weight [kh][outputs][padded], with zeros behind kw * channels. scratch: a
+   frame, and what its last patch reaches beyond it by these zeros. */
 void fulcrum_conv_back(const float *g, const float *weight, float *out, float *scratch, const Shape *s, long padded)
 {
     long line = (s->width + 2 * s->pad_x) * s->channels, pixels = s->tall * s->wide;
