@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fulcrum.gradients import compiled, host_convolution, host_ops, layer_ops, rounding
+from fulcrum.errors import ModelError
+from fulcrum.gradients import GradientRecorder, compiled, host_convolution, host_ops, layer_ops, rounding
 from fulcrum.gradients.outer_products import ConvGrad, materialise_grads
+from fulcrum.models.layout import ParameterLayout
+from support.gradients import CLASSIFY
 
 
 @pytest.fixture
@@ -67,7 +70,7 @@ def test_a_compiler_that_fails_is_a_reason(fresh: Path, monkeypatch: pytest.Monk
 def test_the_library_is_kept_for_its_owner_alone(fresh: Path) -> None:
     assert compiled.find_kernels() is not None
     assert compiled.explain_missing_kernels() == ""
-    (kept,) = fresh.iterdir()
+    (kept,) = fresh.glob("*.so")
     assert fresh.stat().st_mode & 0o077 == 0
     made = kept.stat().st_mtime_ns
     compiled.find_kernels.cache_clear()
@@ -81,6 +84,20 @@ def test_a_folder_that_others_may_write_to_is_not_used(fresh: Path) -> None:
     fresh.chmod(0o777)
     assert compiled.find_kernels() is not None
     assert not list(fresh.iterdir())
+
+
+@needs_compiler
+@pytest.mark.parametrize("left", [0, 100, 4096])
+def test_a_library_that_was_cut_off_is_compiled_again(fresh: Path, left: int) -> None:
+    """Code from such a file would end the process with a bus error."""
+    assert compiled.find_kernels() is not None
+    (kept,) = fresh.glob("*.so")
+    whole = kept.read_bytes()
+    kept.unlink()  # not in place: this process has the first one mapped
+    kept.write_bytes(whole[:left])
+    compiled.find_kernels.cache_clear()
+    assert compiled.find_kernels() is not None
+    assert len(kept.read_bytes()) == len(whole)
 
 
 def test_a_library_that_computes_something_else_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +225,26 @@ def test_a_convolution_and_its_way_back(shape: tuple, last: bool, bias: bool) ->
     found = host_ops.run_convolution_back(layer, memo, params, g)
     torch.testing.assert_close(found.double(), slope, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(found.double(), slope.flip(3), rtol=1e-2, atol=1e-2)
+
+
+@needs_compiler
+def test_what_does_not_belong_together_is_left_to_pytorch_to_refuse() -> None:
+    layer = nn.Conv2d(3, 4, 3, 2)
+    assert host_ops.strided_convolution_fits(layer, draw(2, 3, 8, 8))
+    for wrong in (draw(2, 5, 8, 8), draw(2, 1, 8, 8), draw(2, 3, 2, 8)):
+        assert not host_ops.strided_convolution_fits(layer, wrong)
+    assert not host_ops.strided_convolution_fits(nn.Conv2d(3, 4, 3, 2).double(), draw(2, 3, 8, 8))
+    assert not host_ops.max_pool_fits(nn.MaxPool2d(4, 2), draw(2, 3, 3, 3))
+    part = make_part(SHAPES[0], False)
+    for a, g in ((part.a[:, 1:], part.g), (part.a, part.g[:, 1:])):
+        wrong_part = ConvGrad(a, g, part.weight, part.stride, (1, 1), 1, part.padding)
+        assert not host_convolution.fits_compiled_convolution(wrong_part)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    layout = ParameterLayout.of(model)
+    recorder = GradientRecorder(model, layout, CLASSIFY)
+    for channels in (5, 1):
+        with pytest.raises((RuntimeError, ModelError, ValueError)):
+            recorder(layout.flatten(model), draw(2, channels, 8, 8), torch.zeros(2, dtype=torch.int64)).norms()
 
 
 @needs_compiler

@@ -71,6 +71,18 @@ def test_other_formats_are_left_to_pytorch(way: str) -> None:
     assert (first is None) == (way == "plain")
 
 
+def test_a_second_backward_pass_and_a_wrong_weight_are_refused(way: str) -> None:
+    x = images(2, 16, 5).requires_grad_()
+    found = host_group_norm.host_group_norm(x, 2, None, None, 1e-5)
+    assert found is not None
+    torch.autograd.grad(found[0].sum(), x, retain_graph=True)
+    if way == "compiled":
+        with pytest.raises(RuntimeError, match="done before"):
+            torch.autograd.grad(found[0].sum(), x)
+        assert host_group_norm._run_compiled(x, 2, torch.ones(15), None, 1e-5) is None
+        assert host_group_norm._run_compiled(x, 2, torch.ones(16), None, 1e-5) is not None
+
+
 class Residual(nn.Module):
     """Convolutions of images of 32 x 32, whose format is changed, and of smaller ones."""
 

@@ -30,6 +30,7 @@ class ConvolutionShape(ctypes.Structure):
 def fits_compiled_convolution(part: ConvGrad) -> bool:
     """Whether `write_conv_grads` can take these: two dimensions, float32, one group, no gaps in the kernel."""
     plain = part.groups == 1 and len(part.stride) == 2 and max(part.dilation) == 1
+    plain = plain and part.a.shape[1] == part.weight.shape[1] and part.g.shape[1] == part.weight.shape[0]
     kind = part.a.dtype == part.g.dtype == torch.float32 and not part.a.is_cuda
     return plain and kind and part.g.numel() > 0 and find_kernels() is not None
 

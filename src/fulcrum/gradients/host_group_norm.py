@@ -174,6 +174,8 @@ class _CompiledCall:
         """From the output's gradient; keeps the input's until autograd asks for it."""
         library, images = find_kernels(), self.images
         assert library is not None
+        if not images.numel():
+            raise RuntimeError("the backward pass of this group norm was done before; its images are gone.")
         last = torch.channels_last if self.shape.last else torch.contiguous_format
         slope, own = torch.empty_like(images), g.float().contiguous(memory_format=last)
         grads = images.new_empty((2, *images.shape[:2]))
@@ -206,7 +208,7 @@ def _run_compiled(
     kept = images.detach()
     own = kept.new_ones(channels) if weight is None else weight.detach().contiguous()
     start = kept.new_zeros(channels) if bias is None else bias.detach().contiguous()
-    if own.dtype != torch.float32 or start.dtype != torch.float32:
+    if any(each.dtype != torch.float32 or each.shape != (channels,) for each in (own, start)):
         return None
     shape = _Images(len(kept), channels, math.prod(kept.shape[2:]), groups, last)
     out, moments = torch.empty_like(kept), kept.new_empty((2, len(kept), channels))

@@ -24,6 +24,11 @@ def _is_taken(x: Tensor) -> bool:
     return taken and find_kernels() is not None
 
 
+def _covers(x: Tensor, kernel: tuple[int, ...], padding: tuple[int, int] = (0, 0)) -> bool:
+    """Whether a window fits the images, with the zeros around them."""
+    return all(size + 2 * pad >= side for size, pad, side in zip(x.shape[2:], padding, kernel, strict=True))
+
+
 def _to_pair(value: int | tuple[int, int]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else value
 
@@ -39,7 +44,11 @@ def _to_images(rows: Tensor) -> Tensor:
 def strided_convolution_fits(layer: nn.Conv2d, x: Tensor) -> bool:
     """With a stride of 1 PyTorch's convolution is as fast."""
     plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str) and layer.groups == 1
-    return plain and max(layer.stride) > 1 and max(layer.dilation) == 1 and _is_taken(x)
+    if not plain or max(layer.stride) == 1 or max(layer.dilation) > 1 or not _is_taken(x):
+        return False
+    # PyTorch refuses what does not belong together; code in C would read what is not there.
+    belongs = x.shape[1] == layer.in_channels and layer.weight.dtype == torch.float32
+    return belongs and _covers(x, layer.kernel_size, _as_pair(layer.padding))
 
 
 def run_convolution(layer: nn.Conv2d, x: Tensor, params: Params, mine: bool) -> tuple[Tensor, Tensor]:
@@ -114,7 +123,7 @@ def max_pool_fits(layer: nn.MaxPool2d, x: Tensor) -> bool:
     """Windows without padding or gaps, of at most 256 pixels."""
     plain = _to_pair(layer.padding) == (0, 0) and _to_pair(layer.dilation) == (1, 1) and not layer.ceil_mode
     height, width = _to_pair(layer.kernel_size)
-    return plain and not layer.return_indices and height * width <= 256 and _is_taken(x)
+    return plain and not layer.return_indices and height * width <= 256 and _is_taken(x) and _covers(x, (height, width))
 
 
 def run_max_pool(layer: nn.MaxPool2d, x: Tensor, params: Params, mine: bool) -> tuple[Tensor, tuple[_Pool, Tensor]]:

@@ -74,6 +74,7 @@ def _load() -> ctypes.CDLL:
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise ValueError("there is no C compiler (cc, gcc or clang)")
+    compiler = os.path.abspath(compiler)
     sources = sorted(
         (each.name, each.read_text(encoding="utf-8"))
         for each in resources.files(__package__).iterdir()
@@ -83,7 +84,7 @@ def _load() -> ctypes.CDLL:
     told = (sources, compiler, version, _describe_processor(), OPTIONS)
     name = f"kernels-{hashlib.sha256(repr(told).encode()).hexdigest()[:24]}.so"
     folder = _find_private_folder()
-    if folder is not None and (folder / name).is_file():
+    if folder is not None and _is_whole(folder / name):
         return ctypes.CDLL(str(folder / name))
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         for file, text in sources:
@@ -94,8 +95,21 @@ def _load() -> ctypes.CDLL:
             raise ValueError(f"{compiler} failed: {(done.stderr.strip().splitlines() or ['no message'])[0]}")
         if folder is None:
             return ctypes.CDLL(str(Path(scratch) / name))
+        seal = Path(scratch) / "seal"
+        seal.write_text(_digest(Path(scratch) / name), encoding="ascii")
         os.replace(Path(scratch) / name, folder / name)  # whole or not at all: another process may look now
+        os.replace(seal, folder / f"{name}.sha256")
     return ctypes.CDLL(str(folder / name))
+
+
+def _is_whole(kept: Path) -> bool:
+    """Whether a kept library is the one that was compiled: code from a file that was cut off would end the process."""
+    seal = kept.with_name(f"{kept.name}.sha256")
+    return kept.is_file() and seal.is_file() and seal.read_text(encoding="ascii", errors="replace") == _digest(kept)
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _find_private_folder() -> Path | None:
