@@ -90,6 +90,7 @@ class Soak:
     serve_births: int = 0
     serve_rounds: int = 0
     serve_since: float = 0.0
+    repeated: set[int] = field(default_factory=set)  # rounds (from 0) that a resumed coordinator may play again
     began: float = field(default_factory=time.monotonic)
 
     # --- a place for it ---------------------------------------------------------------------------
@@ -146,6 +147,9 @@ class Soak:
         if first:  # killed before its first round: nothing was released
             shutil.rmtree(self.home / "run", ignore_errors=True)
         command = ["config.toml", "--out", "run", *words] if first else ["--resume", "run"]
+        # A coordinator that dies between the ledger's row and the checkpoint asks for that round again.
+        if not first:
+            self.repeated.add(parts.read_last_checkpoint(self.home / "run"))
         with (self.home / "serve.log").open("ab") as log:
             self.serve = subprocess.Popen(
                 [sys.executable, "-m", "fulcrum", "serve", *command, "--quiet"],
@@ -350,16 +354,7 @@ class Soak:
                     found.append(f"{name} spent {spent} of {budget}")
                 kept = {row.round: row for row in mirror.entries(name)} if name in mirror.accounts() else {}
                 taken = {line["round"] - 1 for line in lines if k in line["participants"]}
-                settled = {t for t, row in kept.items() if row.digest is not None}
-                if settled != taken:
-                    found.append(
-                        f"{name}: the coordinator has {len(settled)} rounds settled and {len(taken)} on record"
-                    )
-                for t in sorted(taken):
-                    if t not in own or own[t].digest is None:
-                        found.append(f"{name} did not pay for round {t + 1}")
-                    elif own[t].digest != kept[t].digest or own[t].events != kept[t].events:
-                        found.append(f"{name} paid for something else in round {t + 1}")
+                found += [f"{name} {error}" for error in parts.compare_ledgers(own, kept, taken, self.repeated)]
         return found
 
     def describe(self) -> dict[str, Any]:

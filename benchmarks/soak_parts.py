@@ -1,4 +1,4 @@
-"""What the soak is made of: a relay that cuts parties off, a launcher of cheap processes, and a book of memory."""
+"""What the soak is made of: a relay that cuts parties off, cheap processes, a book of memory, ledgers compared."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fulcrum.privacy.ledger.rows import LedgerEntry
 
 
 class Relay:
@@ -241,6 +244,35 @@ class MemoryBook:
     def find_peak(self, kind: str) -> float:
         """The most memory of any process whose name begins so."""
         return max((mb for name, all in self.samples.items() if name.startswith(kind) for _, mb in all), default=0.0)
+
+
+def read_last_checkpoint(run: Path) -> int:
+    """How many rounds the newest checkpoint of a run's folder has behind it; 0 where there is none."""
+    files = sorted((run / "checkpoints").glob("round-*.safetensors"))
+    return int(files[-1].stem.removeprefix("round-")) if files else 0
+
+
+def compare_ledgers(
+    own: Mapping[int, LedgerEntry], kept: Mapping[int, LedgerEntry], taken: Set[int], repeated: Set[int]
+) -> list[str]:
+    """What is wrong between a party's ledger rows, the coordinator's rows for it, and the record of its rounds.
+
+    own, kept: rows by round (from 0). taken: the rounds whose record names the party. repeated: the rounds that a
+    killed coordinator may have settled and, resumed, played again. Such a round is paid with every party that
+    answered the first time; one that is away the second time is not on its record.
+    """
+    settled = {t for t, row in kept.items() if row.digest is not None}
+    found = [
+        f"is on the record of round {t + 1}, which the coordinator did not settle" for t in sorted(taken - settled)
+    ]
+    for t in sorted(settled - taken - repeated):
+        found.append(f"is not on the record of round {t + 1}, which the coordinator settled and nobody interrupted")
+    for t in sorted(settled | taken):
+        if t not in own or own[t].digest is None:
+            found.append(f"did not pay for round {t + 1}")
+        elif t in kept and (own[t].digest != kept[t].digest or own[t].events != kept[t].events):
+            found.append(f"paid for something else in round {t + 1}")
+    return found
 
 
 def wait_until(what: Callable[[], Any], seconds: float, pause: float = 0.1) -> bool:
