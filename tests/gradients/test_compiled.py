@@ -19,7 +19,8 @@ from support.gradients import CLASSIFY
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A cache folder of this test's own, and nothing remembered before or after."""
+    """A cache folder of this test's own, and nothing remembered before or after. Compiled fast, not for speed."""
+    monkeypatch.setattr(compiled, "OPTIONS", ("-O0", *compiled.OPTIONS[1:]))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("FULCRUM_COMPILE", raising=False)
     compiled.find_kernels.cache_clear()
