@@ -44,6 +44,7 @@ def learn(data: Dataset, **changes: Any) -> fulcrum.Result:
     return fulcrum.train(data, run={"evaluate_every": 20}, **{**SMALL, **changes})
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("method", EXAMPLE_LEVEL)
 def test_every_method_learns_mnist_at_epsilon_3_61(method: str, mnist: Dataset) -> None:
     result = learn(mnist, method=method, **OTHER.get(method, {}))

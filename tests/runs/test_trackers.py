@@ -101,6 +101,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert accuracy[-1].value == pytest.approx(result.accuracy, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_mlflow(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow", reason="needs the extra `track`")
     from fulcrum.runs.trackers.mlflow import RUN_TAG, MlflowTracker
@@ -126,6 +127,7 @@ def test_mlflow(tmp_path: Path) -> None:
     assert "PRIVACY.md" in {each.path for each in client.list_artifacts(made.info.run_id)}
 
 
+@pytest.mark.slow
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="needs the extra `track`")
     from fulcrum.runs.trackers.wandb import WandbTracker

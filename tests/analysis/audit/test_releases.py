@@ -212,6 +212,7 @@ def test_the_verdict_and_the_headline_share_one_level():
     assert told["measured"]["epsilon"] == pytest.approx(3.1)
 
 
+@pytest.mark.slow
 def test_releases_without_noise_contradict_every_claim(tmp_path):
     """No spread at all: the canaries that are in move a release, the others do not."""
     included = np.random.default_rng(0).random(200) < 0.5
