@@ -5,7 +5,8 @@ STAMP := .venv/.installed
 BENCH := .venv-bench
 FLOWER := .venv-flower
 # Tests run in two processes; more threads inside each would only fight over the cores.
-ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Bytecode is kept between the many processes of the tests, also where the environment says otherwise.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-slow test-flower check format docs pictures site proofs bench clean
