@@ -29,8 +29,10 @@ def _covers(x: Tensor, kernel: tuple[int, ...], padding: tuple[int, int] = (0, 0
     return all(size + 2 * pad >= side for size, pad, side in zip(x.shape[2:], padding, kernel, strict=True))
 
 
-def _to_pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else value
+def to_pair(value: Any) -> tuple[int, int]:
+    """A layer's number for both directions, or its two numbers, as two."""
+    down, right = (value, value) if isinstance(value, int) else value
+    return down, right
 
 
 def _to_images(rows: Tensor) -> Tensor:
@@ -48,7 +50,7 @@ def strided_convolution_fits(layer: nn.Conv2d, x: Tensor) -> bool:
         return False
     # PyTorch refuses what does not belong together; code in C would read what is not there.
     belongs = x.shape[1] == layer.in_channels and layer.weight.dtype == torch.float32
-    return belongs and _covers(x, layer.kernel_size, _as_pair(layer.padding))
+    return belongs and _covers(x, layer.kernel_size, to_pair(layer.padding))
 
 
 def run_convolution(layer: nn.Conv2d, x: Tensor, params: Params, mine: bool) -> tuple[Tensor, Tensor]:
@@ -62,7 +64,7 @@ def run_convolution_parts(
     """The same with other parameters for each part of the batch."""
     library = find_kernels()
     assert library is not None
-    sizes = zip(x.shape[2:], layer.kernel_size, layer.stride, _as_pair(layer.padding), strict=True)
+    sizes = zip(x.shape[2:], layer.kernel_size, layer.stride, to_pair(layer.padding), strict=True)
     tall, wide = ((size + 2 * pad - kernel) // step + 1 for size, kernel, step, pad in sizes)
     outputs = layer.out_channels
     out = x.new_empty((x.shape[0], tall, wide, outputs))
@@ -100,13 +102,8 @@ def run_convolution_back(layer: nn.Conv2d, memo: Tensor, params: Params, g: Tens
     return _to_images(found)
 
 
-def _as_pair(padding: Any) -> tuple[int, int]:
-    down, right = padding
-    return down, right
-
-
 def _describe(layer: nn.Conv2d, images: Tensor, slopes: Tensor) -> ConvolutionShape:
-    return describe_convolution(images, slopes, layer.kernel_size, layer.stride, _as_pair(layer.padding))
+    return describe_convolution(images, slopes, layer.kernel_size, layer.stride, to_pair(layer.padding))
 
 
 # --- pooling ------------------------------------------------------------------------------------
@@ -121,8 +118,8 @@ class _Pool(ctypes.Structure):
 
 def max_pool_fits(layer: nn.MaxPool2d, x: Tensor) -> bool:
     """Windows without padding or gaps, of at most 256 pixels."""
-    plain = _to_pair(layer.padding) == (0, 0) and _to_pair(layer.dilation) == (1, 1) and not layer.ceil_mode
-    height, width = _to_pair(layer.kernel_size)
+    plain = to_pair(layer.padding) == (0, 0) and to_pair(layer.dilation) == (1, 1) and not layer.ceil_mode
+    height, width = to_pair(layer.kernel_size)
     return plain and not layer.return_indices and height * width <= 256 and _is_taken(x) and _covers(x, (height, width))
 
 
@@ -132,7 +129,7 @@ def run_max_pool(layer: nn.MaxPool2d, x: Tensor, params: Params, mine: bool) -> 
     assert library is not None
     rows = x.permute(0, 2, 3, 1).contiguous()
     count, height, width, channels = rows.shape
-    kernel, step = _to_pair(layer.kernel_size), _to_pair(layer.stride)
+    kernel, step = to_pair(layer.kernel_size), to_pair(layer.stride)
     tall, wide = (height - kernel[0]) // step[0] + 1, (width - kernel[1]) // step[1] + 1
     shape = _Pool(count, channels, height, width, tall, wide, *kernel, *step)
     out = rows.new_empty((count, tall, wide, channels))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fulcrum.gradients import host_ops
+from fulcrum.gradients.host_ops import to_pair
 from fulcrum.gradients.outer_products import ConvPatches, unfold_patches
 from fulcrum.models.builtin import TemperedSigmoid
 from fulcrum.models.whitening import CentringLayer
@@ -196,10 +197,6 @@ def _centre_backward(layer: CentringLayer, memo: torch.Size, params: LayerParams
 # --- pooling ------------------------------------------------------------------------------------
 
 
-def _to_pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else value
-
-
 def _window_slices(size: int, stride: int) -> tuple[slice, slice]:
     """First and second positions of all windows of two."""
     reach = stride * ((size - 2) // stride) + 1
@@ -208,11 +205,11 @@ def _window_slices(size: int, stride: int) -> tuple[slice, slice]:
 
 def _max_pool_output(layer: nn.MaxPool2d, x: Tensor, params: LayerParams) -> Tensor:
     """Windows of 2 x 2: along the rows, then across them."""
-    plain = _to_pair(layer.padding) == (0, 0) and _to_pair(layer.dilation) == (1, 1) and not layer.ceil_mode
-    if not plain or _to_pair(layer.kernel_size) != (2, 2) or x.device.type != "cpu":
+    plain = to_pair(layer.padding) == (0, 0) and to_pair(layer.dilation) == (1, 1) and not layer.ceil_mode
+    if not plain or to_pair(layer.kernel_size) != (2, 2) or x.device.type != "cpu":
         found: Tensor = layer(x)
         return found
-    down, right = _to_pair(layer.stride)
+    down, right = to_pair(layer.stride)
     image = x.permute(0, 2, 3, 1)
     one, two = _window_slices(image.shape[2], right)
     rows = torch.maximum(image[:, :, one], image[:, :, two])
@@ -222,7 +219,7 @@ def _max_pool_output(layer: nn.MaxPool2d, x: Tensor, params: LayerParams) -> Ten
 
 def _max_pool_arguments(layer: nn.MaxPool2d) -> tuple[Any, ...]:
     numbers = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-    return *map(_to_pair, numbers), layer.ceil_mode
+    return *map(to_pair, numbers), layer.ceil_mode
 
 
 def _max_pool_forward(
@@ -243,7 +240,7 @@ def _avg_pool_forward(layer: nn.AvgPool2d, x: Tensor, params: LayerParams, mine:
 
 
 def _avg_pool_backward(layer: nn.AvgPool2d, memo: Tensor, params: LayerParams, g: Tensor) -> Tensor:
-    window, stride, padding = _to_pair(layer.kernel_size), _to_pair(layer.stride), _to_pair(layer.padding)
+    window, stride, padding = to_pair(layer.kernel_size), to_pair(layer.stride), to_pair(layer.padding)
     (height, width), (down, right) = memo.shape[2:], window
     covered = window == stride and padding == (0, 0) and layer.divisor_override is None
     if covered and height % down == width % right == 0 and memo.is_contiguous(memory_format=torch.channels_last):
