@@ -38,7 +38,7 @@ def main() -> None:
     facts = read_rehearsal_facts(prepare_unrehearsed(settings))
     own = facts.default_step
     candidates = [Candidate("moo", 1.0, own * scale) for scale in (0.5, 1.0, 2.0)]
-    candidates += [Candidate(mode, 0.1, own * scale) for mode in ("follow", "plain") for scale in (0.5, 1.0)]
+    candidates += [Candidate("plain", 0.1, own * scale) for scale in (0.5, 1.0)]
     played = words.played or words.rounds
     print(f"| batch | task | {' | '.join(each.describe() for each in candidates)} |")
     print("|---" * (len(candidates) + 2) + "|")

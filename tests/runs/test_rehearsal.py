@@ -106,9 +106,11 @@ def test_a_plain_candidate_is_dp_sgd() -> None:
     fixed = prepare_unrehearsed(start.replace(clip={"rule": "fixed", "C0": 0.5}, train={"lr": 3.0}), make_data())
     ends = [list(federate(with_randomness(run, SeededRandomness(1))))[-1][1].params for run in (plain, fixed)]
     assert torch.allclose(ends[0], ends[1], atol=1e-6)
-    moving = derive_federation(base, Candidate("moo", 1.0, 3.0).apply(base.settings, 2))
-    end = list(federate(with_randomness(moving, SeededRandomness(1))))[-1][1].params
-    assert not torch.allclose(end, ends[1], atol=1e-3)
+    others = [Candidate(mode, 0.5, 3.0) for mode in ("moo", "linear", "fade")]
+    for other in others:
+        moving = derive_federation(base, other.apply(base.settings, 2))
+        ends.append(list(federate(with_randomness(moving, SeededRandomness(1))))[-1][1].params)
+    assert not any(torch.allclose(end, ends[1], atol=1e-3) for end in ends[2:])
 
 
 def test_the_answer_is_the_same_again_and_is_kept(tmp_path: Path) -> None:
@@ -159,9 +161,15 @@ def test_moo_that_stays_is_moo_as_it_is() -> None:
 
 
 def test_a_larger_C_must_gain_more() -> None:
-    prices = [choice.price_C(Candidate("plain", C, 1.0)) for C in choice.FINE_C]
-    assert prices == sorted(prices)
-    assert prices[0] == choice.price_C(Candidate("moo", 1.0, 1.0)) == 0
+    prices = [choice.price(Candidate("linear", C, 1.0)) for C in choice.FINE_C]
+    assert prices[0] == 0 < prices[1] < prices[2]
+    assert choice.price(Candidate("fade", 1.0, 1.0)) == 0  # which searches for its own
+
+
+def test_a_step_that_stays_must_gain_more_than_one_that_falls() -> None:
+    for stays, falls in (("plain", "linear"), ("moo", "fade")):
+        gap = choice.price(Candidate(stays, 0.3, 1.0)) - choice.price(Candidate(falls, 0.3, 1.0))
+        assert gap == pytest.approx(choice.PRICE)
 
 
 def test_dp_sgd_is_rehearsed_with_a_fixed_step() -> None:
@@ -174,7 +182,7 @@ def test_dp_sgd_is_rehearsed_with_a_fixed_step() -> None:
         answer.candidate.C,
         answer.candidate.step / answer.candidate.C,
     )
-    assert {candidate.mode for candidate in choice.list_fine(1.0, known)} == {"plain"}
+    assert all(text.startswith("plain:") for text in answer.regrets)
 
 
 def test_what_cannot_be_rehearsed_says_why() -> None:
@@ -199,55 +207,49 @@ def test_smoothing_prefers_a_plateau_but_a_cliff_counts_as_a_few_points_only() -
     assert best({1.0: 0.5, 2.0: 0.0}, 0.2) == 1.0
 
 
-def test_moo_stays_the_more_the_rounds_are_merged() -> None:
-    assert choice.compute_margin(1.0) == choice.MARGIN
-    assert choice.compute_margin(10 / 3) > 5 * choice.MARGIN
-
-
-def play_by_step(stays: float, ahead: float, with_a_larger_batch: float, longer: bool = False):
-    """In a small batch shorter (longer) steps than moo's own are `ahead`; in a larger one by `with_a_larger_batch`."""
+def play_by_mode(small: dict[str, float], larger: dict[str, float]):
+    """Every candidate's score follows from its mode: in the small run, and with a larger batch."""
 
     def play(self: Stage, candidates, rounds, tasks):
-        gain = with_a_larger_batch if self.facts.batch > 40 else ahead
-
-        def score(candidate: Candidate) -> float:
-            if candidate.mode == "follow" and (candidate.step > stays if longer else candidate.step < 0.75 * stays):
-                return 90.0 + gain
-            return 90.0 if candidate == Candidate("moo", 1.0, stays) else 86.0
-
-        return {each: {str(task): score(each) for task in tasks} for each in candidates}
+        scores = larger if self.facts.batch > 40 else small
+        self.history.append((rounds, {}))
+        return {each: {str(task): scores.get(each.mode, 60.0) for task in tasks} for each in candidates}
 
     return play
 
 
-@pytest.mark.parametrize(("larger", "chosen"), [(-1.0, "moo"), (0.5, "moo"), (3.0, "follow")])
-def test_a_shorter_step_that_a_shrunken_batch_likes_is_checked_with_a_larger_one(
+@pytest.mark.parametrize(("larger", "chosen"), [(90.0, "fade"), (80.0, "linear"), (89.5, "fade")])
+def test_what_a_shrunken_run_likes_is_played_again_with_a_larger_batch(
     monkeypatch: pytest.MonkeyPatch, larger: float, chosen: str
 ) -> None:
     known = read_rehearsal_facts(prepare_unrehearsed(settings_for(), make_data(count=900)))
     assert (known.batch, known.check_batch) == (40, 160)
-    monkeypatch.setattr(choice, "climb_ladder", lambda stage, rounds: known.default_step / 2)
-    monkeypatch.setattr(Stage, "play", play_by_step(known.default_step, 3.0, larger))
-    answer = choice.rehearse(known)
-    assert answer.candidate.mode == chosen
-    assert {text.split(":")[0] for text in answer.check} == {"moo", "follow"}
-    # A longer step has won in spite of the shrunken batch.
-    monkeypatch.setattr(choice, "climb_ladder", lambda stage, rounds: known.default_step * 2)
-    monkeypatch.setattr(Stage, "play", play_by_step(known.default_step, 3.0, larger, longer=True))
-    assert choice.rehearse(known).candidate.step > known.default_step
-    assert choice.rehearse(known).check == {}
-    monkeypatch.setattr(choice, "climb_ladder", lambda stage, rounds: known.default_step / 2)
-    monkeypatch.setattr(Stage, "play", play_by_step(known.default_step, 3.0, larger))
-    # Merged rounds err in both directions: a longer step is checked too where the check merges fewer.
-    merged = dataclasses.replace(known, rounds=200, effort=dataclasses.replace(known.effort, rounds=150))
-    stays, longer = Candidate("moo", 1.0, known.default_step), Candidate("plain", 0.1, known.default_step * 2)
-    assert choice.needs_check(merged, longer, stays)
-    assert not choice.needs_check(known, longer, stays)
-    assert dataclasses.replace(merged, check_batch=merged.batch).has_check
-    # Without a check, as where the batch is the real one, the shorter step is taken.
-    whole = dataclasses.replace(known, check_batch=known.batch)
-    assert choice.rehearse(whole).candidate.mode == "follow"
-    assert choice.rehearse(whole).check == {}
+    monkeypatch.setattr(choice, "climb_ladder", lambda stage, rounds: known.default_step)
+    small = {"fade": 92.0, "linear": 90.0}
+    monkeypatch.setattr(Stage, "play", play_by_mode(small, {"fade": larger, "linear": 90.0}))
+    stage = Stage(dataclasses.replace(known, effort=dataclasses.replace(known.effort, finalists=6)))
+    assert choice.rehearse_on_stage(stage).candidate.mode == chosen
+    assert len(stage.history) == 3  # two grids and the check, which takes the place of the last tasks
+    # Without a check, as where the batch is the real one, what the small run likes is taken.
+    whole = Stage(dataclasses.replace(stage.facts, check_batch=known.batch))
+    assert choice.rehearse_on_stage(whole).candidate.mode == "fade"
+    assert whole.facts.final_tasks == known.effort.final > 0
+
+
+def test_light_models_are_checked_after_their_last_tasks() -> None:
+    known = read_rehearsal_facts(prepare_unrehearsed(settings_for(), make_data(count=900)))
+    heavy, light = (dataclasses.replace(known, effort=dataclasses.replace(known.effort, final=n)) for n in (2, 3))
+    assert (heavy.final_tasks, light.final_tasks) == (0, 3)
+    merged = dataclasses.replace(known, rounds=200, check_batch=known.batch)
+    assert merged.has_check  # 150 rounds are played of 200
+
+
+def test_moo_as_it_is_has_no_advantage_but_is_among_the_candidates() -> None:
+    known = read_rehearsal_facts(prepare_unrehearsed(settings_for(), make_data()))
+    found = choice.list_moving(Candidate("plain", 0.3, 7.0), known)
+    assert Candidate("moo", 1.0, known.default_step) in found
+    assert {each.mode for each in found} == {"linear", "fade", "moo"}
+    assert all(each.C == 0.3 for each in found if each.mode == "linear")
 
 
 def test_the_check_has_the_noise_of_the_real_run_and_another_digest() -> None:

@@ -12,7 +12,7 @@ its own noise, by the accountant.
    that rate are the recipe to beat.
 2. Others (fewer rounds, momentum, several local steps, zero weights for one layer) are played in small runs on the same
    made-up tasks, without merging rounds up to 200: a merged run cannot show what more rounds are worth.
-3. One of them is chosen if it is better by more than the margin of a rehearsal, and better again by as much with a
+3. One of them is chosen if it is better by more than the margin of a check, and better again by as much with a
    larger batch on other tasks. Made-up tasks are often too easy to tell 95 from 97 points: in doubt your own rounds
    stay.
 4. Step, C and schedule of the winner are rehearsed.
@@ -172,7 +172,7 @@ def advise(
 
 
 def choose(played: Sequence[PlayedRecipe], reference: Recipe) -> PlayedRecipe:
-    """The best, if it is ahead of the reference by more than the margin of a rehearsal; else the reference."""
+    """The best, if it is ahead of the reference by more than the margin; else the reference."""
     stays = next(one for one in played if one.recipe == reference)
     best = max(played, key=lambda one: one.score)
     margin = compute_margin(max(best.merged, stays.merged))

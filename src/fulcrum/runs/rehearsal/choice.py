@@ -1,17 +1,15 @@
 """Coarse to fine: which candidates are played, and which one is chosen.
 
 1. A ladder of step lengths at C = 1, factors of 4 apart, longer at the end where the best one is.
-2. Around the best step a finer grid: three steps times three C, then a step that falls to zero, one that follows the
-   alignment, and moo's own adaptation from several first steps.
-3. The best few on further tasks and seeds, beside moo as it would be without a rehearsal.
-4. Where batch or rounds had to shrink: the winner against moo as it is, with a larger batch and without merging up to
-   200 rounds. A shrunken batch favours short steps, since sampling noise moves the weights along the directions in
-   which the loss bends: where it alone shrank, only a step shorter than moo's own is checked, for a longer one has won
-   in spite of it. Merged rounds err in both directions, so there every winner is checked.
+2. Around the best step a finer grid: three steps times three C. Around the best cell of that: steps that fall to zero,
+   and moo's own adaptation with steps that stay and steps that fall; moo as it would be without a rehearsal, too.
+3. The best few on further tasks.
+4. Where batch or rounds had to shrink: the best of those once more, with a larger batch and without merging up to 200
+   rounds, since a shrunken run may like another step than the real one. For heavy models this takes the place of 3.
 
 What counts is the mean regret over tasks in points, smoothed over neighbouring step lengths: a place on a plateau is
-worth more than the maximum of one noisy run. moo as it is stays unless something else is better by more than `MARGIN`,
-in the small runs and in the check.
+worth more than the maximum of one noisy run. What made-up tasks cannot show has a price of one point (`PRICE`): a
+tenfold C, a step that stays where it could fall, and a step other than moo's own where even the check shrank.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from torch import nn
 
 from fulcrum.data import Dataset
 from fulcrum.data.made_up import VARIATIONS, Variation
-from fulcrum.runs.rehearsal.effort import CHECK_ROUNDS, CHECK_TASKS
+from fulcrum.runs.rehearsal.effort import CHECK_FINALISTS, CHECK_ROUNDS, CHECK_TASKS
 from fulcrum.runs.rehearsal.facts import RehearsalFacts
 from fulcrum.runs.rehearsal.stage import Candidate, RehearsalLog, Scores, Stage
 from fulcrum.training.server import SERVERS
@@ -42,16 +40,18 @@ FINE_C = (0.1, 0.3, 1.0)
 """C of the fine grid. At larger ones gradients that are smaller than made-up ones would drown in noise, and no scenario
 of the development half wanted one: its best step at C = 1 was at most 1.2 points behind."""
 FINE_SCALES = (0.5, 1.0, 2.0)
-DEFAULT_SCALES = (0.5, 1.0, 2.0, 4.0)
-"""First steps of moo, as multiples of its own."""
-C_PRICE = 1.0
-"""Points that a tenfold C must gain on made-up data. Real gradients may be smaller than made-up ones, and a C above
-them loses signal, where one below them costs little: made-up data liked C = 1 by a point or two where digits lost one
-with it."""
+FALLING_SCALES = (1.0, 2.0, 4.0)
+"""First steps of candidates whose step falls to zero, as multiples of the best cell's: their mean is half of it."""
+PRICE = 1.0
+"""Points that a candidate must gain on made-up data for each of three things that made-up data cannot judge.
+
+A tenfold C: real gradients may be smaller than made-up ones, and a C above them loses signal, where one below them
+costs little. A step that stays: how hard the real task is no rehearsal knows, so the best step is known to a factor of
+two or so; one that falls to zero passes through the right length in any case, where one that stays may be too long for
+the last rounds. A departure from moo's own step where even the check is smaller than the real run (`compute_margin`).
+"""
 CLIFF = 5.0
 """The most that a neighbouring step counts as worse, in points."""
-MARGIN = 1.0
-"""Points by which a candidate must be better than moo as it is (percent, where a score is not in points)."""
 
 
 def list_tasks(count: int, first: int) -> list[tuple[Variation, int]]:
@@ -61,14 +61,12 @@ def list_tasks(count: int, first: int) -> list[tuple[Variation, int]]:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """The answer of a rehearsal. regrets: mean regret of the finalists, by their description; the same of the check,
-    where there was one."""
+    """The answer of a rehearsal. regrets: mean regret of the last finalists with its prices, by their description."""
 
     candidate: Candidate
     digest: str
     regrets: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
-    check: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `rehearsed_from_json` reads them back."""
@@ -78,7 +76,7 @@ class Rehearsed:
 def rehearsed_from_json(plain: dict[str, Any]) -> Rehearsed:
     """An answer from the values of `Rehearsed.to_json`."""
     candidate = Candidate(**plain["candidate"])
-    known = {name: plain[name] for name in ("regrets", "seconds", "check") if name in plain}
+    known = {name: plain[name] for name in ("regrets", "seconds") if name in plain}
     return Rehearsed(candidate, plain["digest"], **known)
 
 
@@ -100,52 +98,66 @@ def rehearse_on_stage(stage: Stage) -> Rehearsed:
     """`rehearse` on a stage that is at hand, whose history then holds all that was played."""
     began, facts, effort = time.monotonic(), stage.facts, stage.facts.effort
     rounds = min(facts.rounds, effort.rounds)
-    step = climb_ladder(stage, rounds)
     tasks = list_tasks(effort.fine, 10)
-    played = stage.play(list_fine(step, facts), rounds, tasks)
+    played = stage.play(list_fine(climb_ladder(stage, rounds)), rounds, tasks)
     if facts.rule == "moo":
-        cell = rank(to_regrets(played, stage.in_points), weight=0.2, mode="plain")[0][0]
-        played = {**played, **stage.play(list_moving(cell), rounds, tasks)}
-    ranked = rank(to_regrets(played, stage.in_points), weight=0.2)
-    default = Candidate("moo", 1.0, facts.default_step)
-    finalists = [candidate for candidate, _ in ranked[: effort.finalists]]
-    finalists += [default] if default in played and default not in finalists else []
-    again = stage.play(finalists, rounds, list_tasks(effort.final, 20))
-    last = {c: _mean(own.values()) + price_C(c) for c, own in to_regrets(again, stage.in_points).items()}
-    # Smoothed regrets of the fine grid and those of the last tasks, each task counting once.
-    smoothed, count = dict(ranked), effort.fine + effort.final
-    total = {c: (effort.fine * smoothed[c] + effort.final * last[c]) / count for c in finalists}
-    best = min(finalists, key=lambda candidate: total[candidate])
-    margin = compute_margin(facts.rounds / rounds)
-    chosen = default if default in total and total[best] > total[default] - margin else best
-    checked: dict[Candidate, float] = {}
-    if default in total and chosen != default and needs_check(facts, chosen, default):
-        checked = play_check(stage, chosen, default)
-        margin = compute_margin(facts.rounds / min(facts.rounds, CHECK_ROUNDS))
-        chosen = default if checked[chosen] > checked[default] - margin else chosen
+        cell = rank(to_regrets(played, stage.in_points), weight=0.2)[0][0]
+        played = {**played, **stage.play(list_moving(cell, facts), rounds, tasks)}
+    ranked = rank(to_regrets(played, stage.in_points), weight=0.2)[: effort.finalists]
+    total = {candidate: effort.fine * regret for candidate, regret in ranked}
+    if facts.final_tasks:
+        again = stage.play(list(total), rounds, list_tasks(facts.final_tasks, 20))
+        total = _add_regrets(total, again, stage.in_points)
+    count = effort.fine + facts.final_tasks
+    best, stays = min(total, key=lambda candidate: total[candidate]), Candidate("moo", 1.0, facts.default_step)
+    if facts.has_check:
+        total = dict(sorted(total.items(), key=_second)[:CHECK_FINALISTS])
+        again = play_check(stage, [*total, *([stays] if stays in played and stays not in total else [])])
+        total, count = _add_regrets(total, again, stage.in_points), count + CHECK_TASKS
+        best = min(total, key=lambda candidate: total[candidate])
+        if stays in again and not wins_check(facts, best, stays, again, stage.in_points):
+            best = stays
     took = round(time.monotonic() - began, 1)
-    return Rehearsed(chosen, facts.digest(), _describe_all(total), took, _describe_all(checked))
+    means = {candidate: regret / count for candidate, regret in total.items()}
+    return Rehearsed(best, facts.digest(), _describe_all(means), took)
 
 
-def needs_check(facts: RehearsalFacts, winner: Candidate, default: Candidate) -> bool:
-    """Whether the way in which the small run differs from the real one may have made the winner win."""
-    return facts.unmerges or (facts.has_check and winner.mean_step < default.mean_step)
+def wins_check(facts: RehearsalFacts, best: Candidate, stays: Candidate, scores: Scores, in_points: bool) -> bool:
+    """Whether the best candidate may take the place of moo as it is, by their scores in the check.
 
-
-def play_check(stage: Stage, winner: Candidate, default: Candidate) -> dict[Candidate, float]:
-    """Mean regrets of the two with a larger batch and without merged rounds, on tasks of their own."""
-    larger = Stage(stage.facts.enlarge(), stage.model, stage.public, log=stage.log)
-    scores = larger.play([winner, default], min(stage.facts.rounds, CHECK_ROUNDS), list_tasks(CHECK_TASKS, 30))
-    return {c: _mean(own.values()) + price_C(c) for c, own in to_regrets(scores, stage.in_points).items()}
+    Where the check has the batch and the rounds of the real run, always. A batch that is smaller has sampling noise
+    that the real one has not, and that favours short steps: one shorter than moo's own must be ahead by the margin.
+    Merged rounds err in both directions, so there every step must be.
+    """
+    shorter = best.mean_step < stays.mean_step
+    if best == stays or not (facts.merges_in_check or (facts.shrinks_in_check and shorter)):
+        return True
+    regrets = to_regrets({each: scores[each] for each in (best, stays)}, in_points)
+    means = {each: _mean(own.values()) + price(each) for each, own in regrets.items()}
+    return means[best] < means[stays] - compute_margin(facts.rounds / min(facts.rounds, CHECK_ROUNDS))
 
 
 def compute_margin(merged: float) -> float:
-    """Points by which a candidate must be better than moo as it is, where a round of the small run stands for so many.
+    """Points by which a candidate must be ahead, where a round of the check stands for so many real ones.
 
-    A merged run is an approximation, and moo's own first step knows the horizon: 500 rounds of the MNIST CNN, merged
-    into 150, wanted twice the step on made-up data, and lost 3 points on MNIST with it.
+    moo's own first step knows the horizon: 500 rounds of the MNIST CNN, merged into 150, wanted twice the step on
+    made-up data, and lost 3 points on MNIST with it.
     """
-    return MARGIN * (2 * merged - 1)
+    return PRICE * (2 * merged - 1)
+
+
+def play_check(stage: Stage, candidates: Sequence[Candidate]) -> Scores:
+    """Scores with a larger batch and without merged rounds, on tasks of their own."""
+    larger = Stage(stage.facts.enlarge(), stage.model, stage.public, log=stage.log)
+    scores = larger.play(candidates, min(stage.facts.rounds, CHECK_ROUNDS), list_tasks(CHECK_TASKS, 30))
+    stage.history += larger.history
+    return scores
+
+
+def _add_regrets(total: dict[Candidate, float], scores: Scores, in_points: bool) -> dict[Candidate, float]:
+    """The sums of regrets with those of further tasks, each task counting once."""
+    regrets = to_regrets(scores, in_points)
+    return {c: so_far + sum(value + price(c) for value in regrets[c].values()) for c, so_far in total.items()}
 
 
 def climb_ladder(stage: Stage, rounds: int) -> float:
@@ -168,18 +180,17 @@ def list_ladder(facts: RehearsalFacts) -> list[Candidate]:
     return [Candidate("plain", 1.0, facts.default_step * scale) for scale in scales]
 
 
-def list_fine(step: float, facts: RehearsalFacts) -> list[Candidate]:
-    """Three steps times three C, and for moo its own adaptation from several first steps."""
-    found = [Candidate("plain", C, step * scale) for C in FINE_C for scale in FINE_SCALES]
-    if facts.rule == "moo":
-        found += [Candidate("moo", 1.0, facts.default_step * scale) for scale in DEFAULT_SCALES]
-    return list(dict.fromkeys(found))
+def list_fine(step: float) -> list[Candidate]:
+    """Three steps times three C."""
+    return [Candidate("plain", C, step * scale) for C in FINE_C for scale in FINE_SCALES]
 
 
-def list_moving(cell: Candidate) -> list[Candidate]:
-    """Around a plain cell: steps that fall to zero, and steps that follow the alignment."""
-    falling = [Candidate("linear", cell.C, cell.step * scale) for scale in (1.0, 2.0, 4.0)]
-    return [*falling, *(Candidate("follow", cell.C, cell.step * scale) for scale in (1.0, 2.0))]
+def list_moving(cell: Candidate, facts: RehearsalFacts) -> list[Candidate]:
+    """Around a plain cell: steps that fall to zero, moo's own adaptation, and both; and moo as it is."""
+    found = [Candidate("linear", cell.C, cell.step * scale) for scale in FALLING_SCALES]
+    found += [Candidate("fade", 1.0, cell.step * scale) for scale in FALLING_SCALES]
+    found += [Candidate("moo", 1.0, cell.step * scale) for scale in FINE_SCALES]
+    return list(dict.fromkeys([*found, Candidate("moo", 1.0, facts.default_step)]))
 
 
 def to_regrets(scores: Scores, in_points: bool = True) -> Scores:
@@ -193,12 +204,9 @@ def to_regrets(scores: Scores, in_points: bool = True) -> Scores:
     }
 
 
-def rank(regrets: Scores, weight: float, mode: str = "") -> list[tuple[Candidate, float]]:
-    """Candidates with their mean regrets, the best first; each neighbouring step length counts with `weight`.
-
-    mode: only candidates of this one.
-    """
-    means = {c: _mean(own.values()) + price_C(c) for c, own in regrets.items() if mode in ("", c.mode)}
+def rank(regrets: Scores, weight: float) -> list[tuple[Candidate, float]]:
+    """Candidates with their mean regrets, the best first; each neighbouring step length counts with `weight`."""
+    means = {c: _mean(own.values()) + price(c) for c, own in regrets.items()}
     lines: dict[tuple[str, float], list[Candidate]] = {}
     for candidate in means:
         lines.setdefault((candidate.mode, candidate.C), []).append(candidate)
@@ -209,9 +217,10 @@ def rank(regrets: Scores, weight: float, mode: str = "") -> list[tuple[Candidate
     return sorted(smoothed.items(), key=_second)
 
 
-def price_C(candidate: Candidate) -> float:
-    """Points that a candidate's C costs; moo searches for its own."""
-    return 0.0 if candidate.mode == "moo" else C_PRICE * math.log10(candidate.C / min(FINE_C))
+def price(candidate: Candidate) -> float:
+    """Points that a candidate's C costs, where it is not searched for, and a step that does not fall."""
+    of_C = 0.0 if candidate.searches else PRICE * math.log10(candidate.C / min(FINE_C))
+    return of_C + (0.0 if candidate.falls else PRICE)
 
 
 def smooth(values: Sequence[float], weight: float) -> list[float]:

@@ -36,10 +36,13 @@ WORK = 1.2e12
 """Multiplications that a rehearsal may take: about two minutes of two cores."""
 PASS_OVERHEAD = {False: 2e7, True: 8e7}
 """What a pass of one party costs besides its own multiplications, by whether the model is the user's own."""
-LADDER_RUNS, FINE_RUNS = 6, 18
+LADDER_RUNS, FINE_RUNS = 6, 19
 """Candidates of the first two stages."""
-CHECK_TASKS, CHECK_ROUNDS = 3, 200
-"""Tasks of the check, each played by two candidates, and its most rounds: none are merged up to there."""
+CHECK_TASKS, CHECK_ROUNDS, CHECK_FINALISTS = 3, 200, 4
+"""Tasks of the check, its most rounds (none are merged up to there), and how many candidates play it, beside
+moo as it is."""
+HEAVY_FINAL = 2
+"""Models with at most so many tasks in the last stage skip it where there is a check, which is closer to the run."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,9 @@ def estimate_work(load: Load, effort: Effort) -> float:
 
 
 def estimate_check(load: Load, batch: int) -> float:
-    """Multiplications of a check with such a batch: the winner and moo as it is."""
+    """Multiplications of a check with such a batch."""
     of_round = load.steps * (4 * load.work * batch + PASS_OVERHEAD[load.own] * load.parties)
-    return of_round * min(load.rounds, CHECK_ROUNDS) * 2 * CHECK_TASKS
+    return of_round * min(load.rounds, CHECK_ROUNDS) * (CHECK_FINALISTS + 1) * CHECK_TASKS
 
 
 def count_runs(effort: Effort) -> int:

@@ -25,16 +25,22 @@ from fulcrum.data import Dataset
 from fulcrum.data.made_up import DataFacts, read_data_facts
 from fulcrum.data.records import map_inputs
 from fulcrum.models.build import is_built_in
-from fulcrum.runs.rehearsal.effort import CHECK_ROUNDS, Effort, Load, choose_effort, estimate_check, estimate_work
+from fulcrum.runs.rehearsal.effort import (
+    CHECK_ROUNDS,
+    HEAVY_FINAL,
+    Effort,
+    Load,
+    choose_effort,
+    estimate_check,
+    estimate_work,
+)
 from fulcrum.settings.derived import compute_local_steps
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation, make_model_facts
 from fulcrum.training.problem import compute_architecture_digest
 
-VERSION = 6
+VERSION = 8
 """Increased when the same facts may give another answer."""
-CHECK_VERSION = 2
-"""The same for runs that are checked with a larger batch; the answers of the others stand."""
 MOST_PARTIES = 10
 """Parties of the small run where parties make several local steps; otherwise one stands for all."""
 LEAST_EXAMPLES, MOST_EXAMPLES = 1500, 4000
@@ -91,7 +97,7 @@ class RehearsalFacts:
             "numbers": [self.dim, self.rounds, self.steps, self.parties, self.noise, self.batch, self.examples],
             "split": _get_split(self.settings) if self.parties > 1 else {},
             **({"public": self.public} if self.public else {}),
-            **({"check": [CHECK_VERSION, self.check_batch, self.check_examples]} if self.has_check else {}),
+            **({"check": [self.check_batch, self.check_examples]} if self.has_check else {}),
         }
         text = json.dumps(plain, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -105,6 +111,21 @@ class RehearsalFacts:
     def unmerges(self) -> bool:
         """Whether a check merges fewer rounds than the small run does."""
         return min(self.rounds, CHECK_ROUNDS) > min(self.rounds, self.effort.rounds)
+
+    @property
+    def shrinks_in_check(self) -> bool:
+        """Whether even the check has a smaller batch than the real run."""
+        return self.check_batch >= CHECK_TIMES * self.batch
+
+    @property
+    def merges_in_check(self) -> bool:
+        """Whether even the check merges rounds."""
+        return self.rounds > CHECK_ROUNDS
+
+    @property
+    def final_tasks(self) -> int:
+        """Tasks of the last stage: none for a heavy model that is checked."""
+        return 0 if self.has_check and self.effort.final <= HEAVY_FINAL else self.effort.final
 
     def enlarge(self) -> RehearsalFacts:
         """The facts of the check: a larger batch with the same noise in units of C, and more records alike."""

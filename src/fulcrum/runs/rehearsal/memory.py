@@ -13,7 +13,7 @@ from torch import nn
 from fulcrum.data import Dataset
 from fulcrum.data.sources.public.registry import user_cache_folder
 from fulcrum.runs.rehearsal.choice import Rehearsed, rehearse, rehearsed_from_json
-from fulcrum.runs.rehearsal.effort import CHECK_TASKS, count_runs
+from fulcrum.runs.rehearsal.effort import CHECK_FINALISTS, CHECK_TASKS, count_runs
 from fulcrum.runs.rehearsal.facts import RehearsalFacts
 from fulcrum.runs.rehearsal.stage import RehearsalLog
 
@@ -107,7 +107,7 @@ def open_log(facts: RehearsalFacts, tell: ProgressFn | None = None) -> Rehearsal
     """The scores of an earlier rehearsal of these facts that was cut off; they are kept after each task."""
     name, total, done = (
         name_scores_file(facts.digest()),
-        count_runs(facts.effort) + 2 * CHECK_TASKS * facts.has_check,
+        count_runs(facts.effort) + CHECK_FINALISTS * CHECK_TASKS * facts.has_check,
         0,
     )
     try:

@@ -29,8 +29,8 @@ from fulcrum.training.loop import federate
 class Candidate:
     """A way to run. C: clipping norm. step: length of the first step of a round in the real run.
 
-    mode: plain (C and step stay), linear (the step falls to zero), follow (C stays, the step follows the alignment of
-    what is released), or moo (the step follows, and C is searched for).
+    mode: plain (C and step stay), linear (C stays, the step falls to zero), moo (C is searched for, and the step
+    follows the alignment of what is released), or fade (as moo, and the step falls to zero besides).
     """
 
     mode: str
@@ -40,23 +40,32 @@ class Candidate:
     @property
     def mean_step(self) -> float:
         """Mean step length over the run, as far as the start decides it."""
-        return self.step / 2 if self.mode == "linear" else self.step
+        return self.step / 2 if self.falls else self.step
+
+    @property
+    def falls(self) -> bool:
+        """Whether the step falls to zero over the run."""
+        return self.mode in ("linear", "fade")
+
+    @property
+    def searches(self) -> bool:
+        """Whether C is searched for in the run."""
+        return self.mode in ("moo", "fade")
 
     def describe(self) -> str:
         """In words, for people."""
-        start = f"first step {self.step:.3g}" if self.mode == "moo" else f"C = {self.C:.3g}, step {self.step:.3g}"
+        start = f"first step {self.step:.3g}" if self.searches else f"C = {self.C:.3g}, step {self.step:.3g}"
         return f"{self.mode}: {start}"
 
     def apply(self, settings: Settings, steps: int, scale: float = 1.0) -> Settings:
         """The settings with this candidate; scale: by what the step is multiplied in a small run."""
         step = self.step * scale
-        if self.mode == "moo":
-            return settings.replace(clip={"step": step, "search": True, "C0": 1.0}, train={"lr": 1.0})
-        clip = {"step": step, "search": False, "C0": self.C}
-        if self.mode != "follow":
-            clip["eta_C"] = 0.0
-        schedule = "linear" if self.mode == "linear" else settings.train.schedule
-        return settings.replace(clip=clip, train={"lr": step / (steps * self.C), "schedule": schedule})
+        schedule = "linear" if self.falls else settings.train.schedule
+        if self.searches:
+            clip, lr = {"step": step, "search": True, "C0": 1.0}, 1.0
+        else:
+            clip, lr = {"step": step, "search": False, "C0": self.C, "eta_C": 0.0}, step / (steps * self.C)
+        return settings.replace(clip=clip, train={"lr": lr, "schedule": schedule})
 
 
 Scores = dict[Candidate, dict[str, float]]
