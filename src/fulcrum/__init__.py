@@ -11,6 +11,7 @@ torch and numpy alone.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from fulcrum.types import RoundResult
 
 __version__ = "0.2.0"
+
+os.environ.setdefault("MKL_CBWR", "AUTO")
+"""Products of matrices have the same bits wherever their operands lie in memory: MKL reads this at its first product.
+Without it processors that are not Intel's round a row by its address; see `gradients.same_bits`."""
 
 __all__ = [
     "Dataset",
