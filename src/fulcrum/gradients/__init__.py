@@ -29,6 +29,7 @@ from fulcrum.gradients.param_grads import MaterialisedGrad, OwnGrad
 from fulcrum.gradients.probe import NUM_PROBE_EXAMPLES, compare_with_autograd
 from fulcrum.gradients.program import UnsupportedModel, analyse_model
 from fulcrum.gradients.recording import list_uses, plan_uses, use_modules
+from fulcrum.gradients.same_bits import refuse_bits_that_depend_on_place
 from fulcrum.gradients.tape import ChunkedTape, EmptyTape, GradientTape, PaddedTape
 from fulcrum.gradients.uses import (
     ParameterUse,
@@ -96,6 +97,8 @@ class GradientRecorder:
     ) -> None:
         if how not in ("auto", "book", "vmap"):
             raise ModelError(f"how = {how!r} is not known; choose one of auto, book, vmap.")
+        if block:
+            refuse_bits_that_depend_on_place()
         self.model, self.layout, self.task, self.how, self.block = model, layout, task, how, block
         self.program = analyse_model(model, layout)
         self._plans: dict[Hashable, UsePlan] = {}
