@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 from torch import Tensor
 
 from fulcrum.errors import ConfigError
@@ -47,7 +46,6 @@ def test_proven_arithmetic_is_refused_where_rows_are_rounded_by_place(monkeypatc
 
 
 LATE = """
-import torch
 torch.randn(3, 3) @ torch.randn(3, 3)
 from fulcrum.errors import ConfigError
 from fulcrum.gradients import same_bits

@@ -16,7 +16,7 @@ from fulcrum.errors import ConfigError
 
 ROWS = 32
 WIDTHS = ((6, 4), (16, 3), (48, 8), (64, 10), (784, 32))
-"""(inputs, outputs) of the products that are compared: narrow ones, where loops by address were seen, and a wide one."""
+"""(inputs, outputs) of the compared products: narrow ones, where loops by address were seen, and a wide one."""
 OFFSETS = (0, 1, 3, 4, 8)
 """Where an operand begins, in numbers after an address that is a multiple of 64 bytes."""
 
