@@ -46,6 +46,7 @@ def test_proven_arithmetic_is_refused_where_rows_are_rounded_by_place(monkeypatc
 
 
 LATE = """
+import torch
 torch.randn(3, 3) @ torch.randn(3, 3)
 from fulcrum.errors import ConfigError
 from fulcrum.gradients import same_bits
