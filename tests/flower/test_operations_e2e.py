@@ -42,9 +42,12 @@ delta = 1e-4
 
 
 class Site:
-    """A coordinator and three parties in one folder, each started as an operator would."""
+    """A coordinator and three parties in one folder, each started as an operator would.
 
-    def __init__(self, folder: Path, rounds: int = 400) -> None:
+    rounds: more than a test takes on a busy machine; a run that ends has its parties say that nobody answers.
+    """
+
+    def __init__(self, folder: Path, rounds: int = 4000) -> None:
         self.folder, self.port = folder, find_free_port()
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         rng = np.random.default_rng(0)
