@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -22,8 +23,8 @@ DEFAULT_START = (1.0, 1.0)
 """C0 and learning rate of the default settings."""
 SPLITS = ("development", "set-aside")
 """The two halves, as words for --datasets."""
-FIRST_LOOK = "first-look"
-"""The word for the scenarios that were set aside before, and have been looked at: development now."""
+LOOKS: Mapping[str, str] = {"first-look": "looked_at", "second-look": "looked_at_second"}
+"""Words for the scenarios that were set aside before and have been looked at, development now; and the list of each."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ facts of a scenario."""
 class Suite:
     """The whole list, or a part of it. default: the method under test. fixed: whose grid it is compared with.
 
-    set_aside: names of the scenarios that are set aside, always those of the whole list. first_look: of those that were
-    set aside in an earlier list. seeds_rivals: how many seeds rivals have at most (0: as many as the others).
+    set_aside: names of the scenarios that are set aside, always those of the whole list. looks: by word of `LOOKS`, of
+    those that were set aside in an earlier list. seeds_rivals: how many seeds rivals have at most (0: as many as the others).
     revisions: by rule, increased where its code has changed so much that stored results are no longer valid.
     """
 
@@ -91,7 +92,7 @@ class Suite:
     revisions: Mapping[str, int] = field(default_factory=dict)
     most_seeds: int = 0
     tiny: bool = False
-    first_look: frozenset[str] = frozenset()
+    looks: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def list_seeds(self, scenario: Scenario) -> tuple[int, ...]:
         """The seeds of a scenario's runs."""
@@ -112,16 +113,16 @@ def select_set_aside(names: Sequence[str]) -> frozenset[str]:
 
 
 def read_suite(folder: Path | None = None, name: str = "no-tuning") -> Suite:
-    """The suite as NAME.toml has it. Half of its `scenarios` are set aside, none of its `looked_at`."""
+    """The suite as NAME.toml has it. Half of its `scenarios` are set aside, none of the earlier lists (`LOOKS`)."""
     file = find_study_folder(folder, name) / f"{name}.toml"
     raw = read_toml_file(file)
     needed = ("scenarios", "C0", "lr", "starts", "default", "fixed", "seeds_few_rounds", "seeds_many_rounds")
     missing = [key for key in needed if key not in raw]
     if missing:
         raise ConfigError(f"{file} has no {missing[0]}; a suite needs {', '.join(needed)}.")
-    looked_at = tuple(_read_scenario(entry, file) for entry in raw.get("looked_at", ()))
+    earlier = {word: tuple(_read_scenario(entry, file) for entry in raw.get(key, ())) for word, key in LOOKS.items()}
     listed = tuple(_read_scenario(entry, file) for entry in raw["scenarios"])
-    scenarios = (*looked_at, *listed)
+    scenarios = (*itertools.chain(*earlier.values()), *listed)
     names = [scenario.name for scenario in scenarios]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
@@ -131,7 +132,7 @@ def read_suite(folder: Path | None = None, name: str = "no-tuning") -> Suite:
         title=raw.get("title", name),
         scenarios=scenarios,
         set_aside=select_set_aside([scenario.name for scenario in listed]),
-        first_look=select_set_aside([scenario.name for scenario in looked_at]),
+        looks={word: select_set_aside([scenario.name for scenario in own]) for word, own in earlier.items()},
         C0=tuple(map(float, raw["C0"])),
         lr=tuple(map(float, raw["lr"])),
         starts=tuple((float(C0), float(lr)) for C0, lr in raw["starts"]),
@@ -166,15 +167,15 @@ def _read_scenario(entry: Mapping[str, Any], file: Path) -> Scenario:
 def select_part(suite: Suite, chosen: Sequence[str] = (), methods: Sequence[str] = (), seeds: int = 0) -> Suite:
     """A part of the suite; empty means all.
 
-    chosen: names of scenarios, "development", "set-aside", "first-look" (set aside before, development now), "tiny"
-    (small enough for a test), or one of the failing classes. methods: rivals to keep; "default" for none; the grid and
+    chosen: names of scenarios, "development", "set-aside", "first-look" or "second-look" (set aside before, development
+    now), "tiny" (small enough for a test), or one of the failing classes. methods: rivals to keep; "default" for none; the grid and
     the default always stay. seeds: at most so many.
     """
     kept = []
     for word in chosen:
         found = [s for s in suite.scenarios if word in (s.name, *s.kinds, *_list_splits(suite, s))]
         if not found and word != "tiny":
-            known = [*SPLITS, FIRST_LOOK, "tiny", *FAILING_CLASSES, *(s.name for s in suite.scenarios)]
+            known = [*SPLITS, *LOOKS, "tiny", *FAILING_CLASSES, *(s.name for s in suite.scenarios)]
             raise ConfigError(f"dataset {word!r} is not of the suite; {suggest_nearest_names(word, known)}")
         kept += [s.name for s in found]
     unknown = [name for name in methods if name not in (*suite.rivals, "default", suite.default, suite.fixed)]
@@ -192,7 +193,7 @@ def select_part(suite: Suite, chosen: Sequence[str] = (), methods: Sequence[str]
 
 def _list_splits(suite: Suite, scenario: Scenario) -> list[str]:
     half = SPLITS[scenario.name in suite.set_aside]
-    return [half, FIRST_LOOK] if scenario.name in suite.first_look else [half]
+    return [half, *(word for word, names in suite.looks.items() if scenario.name in names)]
 
 
 def make_tiny(suite: Suite) -> Suite:

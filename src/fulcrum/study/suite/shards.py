@@ -153,7 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=["pack", "run"])
     parser.add_argument("pack", type=Path)
     parser.add_argument(
-        "--half", default="", help="development, set-aside, first-look, or scenarios, with commas; default: all"
+        "--half",
+        default="",
+        help="development, set-aside, first-look, second-look, or names, with commas; default: all",
     )
     parser.add_argument("--part", default="bars", choices=list(PARTS))
     parser.add_argument("--seeds", type=int, default=0)
