@@ -72,8 +72,8 @@ class Suite:
     """The whole list, or a part of it. default: the method under test. fixed: whose grid it is compared with.
 
     set_aside: names of the scenarios that are set aside, always those of the whole list. looks: by word of `LOOKS`, of
-    those that were set aside in an earlier list. seeds_rivals: how many seeds rivals have at most (0: as many as the others).
-    revisions: by rule, increased where its code has changed so much that stored results are no longer valid.
+    those that were set aside in an earlier list. seeds_rivals: how many seeds rivals have at most (0: as many as the
+    others). revisions: by rule, increased where its code has changed so much that stored results are no longer valid.
     """
 
     name: str
@@ -168,8 +168,8 @@ def select_part(suite: Suite, chosen: Sequence[str] = (), methods: Sequence[str]
     """A part of the suite; empty means all.
 
     chosen: names of scenarios, "development", "set-aside", "first-look" or "second-look" (set aside before, development
-    now), "tiny" (small enough for a test), or one of the failing classes. methods: rivals to keep; "default" for none; the grid and
-    the default always stay. seeds: at most so many.
+    now), "tiny" (small enough for a test), or one of the failing classes. methods: rivals to keep; "default" for none;
+    the grid and the default always stay. seeds: at most so many.
     """
     kept = []
     for word in chosen:
