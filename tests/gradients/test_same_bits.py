@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -43,6 +44,8 @@ def test_proven_arithmetic_is_refused_where_rows_are_rounded_by_place(monkeypatc
     problem.make_recorder()  # fast arithmetic makes no such claim
     with pytest.raises(ConfigError, match="Import fulcrum before the first operation of PyTorch"):
         replace(problem, proven=True).make_recorder()
+    elsewhere = copy.deepcopy(problem.model).to("meta")  # not on this processor, as on a GPU
+    replace(problem, proven=True, model=elsewhere).make_recorder()
 
 
 LATE = """

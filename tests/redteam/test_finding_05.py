@@ -77,15 +77,16 @@ def compute_careless_norms(inputs: Tensor, grads: Tensor) -> SquaredNorms:
     return SquaredNorms(squares, squares, squares)
 
 
-@pytest.mark.parametrize(("scale", "layers"), [(3.6e4, False), (168.0, True)])
+@pytest.mark.parametrize(("scale", "layers", "further"), [(3.6e4, False, 200.0), (168.0, True, 7.0)])
 @pytest.mark.parametrize("engine", ["parallel", "stacked"])
 def test_this_replay_rejects_norms_without_a_bound(
-    engine: str, scale: float, layers: bool, monkeypatch: pytest.MonkeyPatch
+    engine: str, scale: float, layers: bool, further: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """further: how many times as far as claimed a record moves the sum, at least."""
     monkeypatch.setattr(ghost, "MAX_MATERIALISED_RATIO", 0.0)
     for module in (passes, outer_products):
         monkeypatch.setattr(module, "ghost_squared_norms", compute_careless_norms)
-    assert replay_worst(engine, scale, layers, "float32", proven=True) > 1.02
+    assert replay_worst(engine, scale, layers, "float32", proven=True) > further
 
 
 def cancelling_operands(rest: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -28,7 +28,7 @@ def suite() -> Suite:
 
 LISTS = {"first": slice(0, 56), "second": slice(56, 112), "third": slice(112, None)}
 """Places of the three lists; the set-aside halves of the first two have been looked at."""
-DIGESTS = {"first": "9984d5a86afd3362", "second": "78c2ceb8c181e1e6", "third": "c078f159c691caf7"}
+DIGESTS = {"first": "9984d5a86afd3362", "second": "78c2ceb8c181e1e6", "third": "76759aaf6af73e2e"}
 """Of the names: a scenario that is renamed, added or taken away moves others between the halves."""
 
 
@@ -87,8 +87,7 @@ def test_the_scenarios_cover_what_federations_look_like(suite: Suite, which: str
     assert (min(values("rounds")), max(values("rounds"))) == (5, 2000)
     assert (min(values("steps")), max(values("steps"))) == (1, 32)
     assert (min(values("parties")), max(values("parties"))) == (1, 1000)
-    assert min(values("rate")) <= 0.002
-    assert max(values("rate")) == 1.0
+    assert (min(values("rate")), max(values("rate"))) == (0.001, 1.0)
     assert (min(values("epsilon")), max(values("epsilon"))) == (0.3, 50.0)
     assert {s.data for s in suite.scenarios} == set(sources.BUILDERS)
     assert {"momentum", "adam", "sgd"} == {s.server for s in suite.scenarios}

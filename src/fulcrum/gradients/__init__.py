@@ -97,7 +97,7 @@ class GradientRecorder:
     ) -> None:
         if how not in ("auto", "book", "vmap"):
             raise ModelError(f"how = {how!r} is not known; choose one of auto, book, vmap.")
-        if block:
+        if block and all(value.device.type == "cpu" for value in model.parameters()):
             refuse_bits_that_depend_on_place()
         self.model, self.layout, self.task, self.how, self.block = model, layout, task, how, block
         self.program = analyse_model(model, layout)

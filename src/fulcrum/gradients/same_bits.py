@@ -24,10 +24,14 @@ OFFSETS = (0, 1, 3, 4, 8)
 def refuse_bits_that_depend_on_place() -> None:
     """Raise ConfigError where products on this processor round a row by its place or its address."""
     if not products_have_same_bits():
+        cause = (
+            "Import fulcrum before the first operation of PyTorch, or set MKL_CBWR=AUTO in the environment"
+            if torch.backends.mkl.is_available()
+            else "PyTorch's library for products, which is not MKL, cannot be told to"
+        )
         raise ConfigError(
-            "proven arithmetic needs matrix products that round every row alike, and here MKL does not: it was used "
-            "before fulcrum was imported. Import fulcrum before the first operation of PyTorch, or set MKL_CBWR=AUTO "
-            "in the environment."
+            "privacy.arithmetic = proven needs matrix products that round every row alike, and in this process they do "
+            f"not. {cause}; or choose privacy.arithmetic = fast, whose bounds are measured and not proven."
         )
 
 
@@ -39,9 +43,12 @@ def products_have_same_bits() -> bool:
 
 def rounds_rows_alike(multiply: Callable[[Tensor, Tensor], Tensor]) -> bool:
     """Whether rows that trade places, and operands at other addresses, give the same bits of multiply(rows, weight)."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     for inputs, outputs in WIDTHS:
-        rows, weight = torch.randn(ROWS, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)
+        rows, weight = (
+            torch.randn(count, inputs, generator=generator, dtype=torch.float32, device="cpu")
+            for count in (ROWS, outputs)
+        )
         expected = multiply(rows, weight.T)
         for offset in OFFSETS:
             moved = multiply(_copy_to_offset(rows.roll(1, 0), offset), _copy_to_offset(weight, offset).T)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -105,11 +106,9 @@ def name_scores_file(digest: str) -> str:
 
 def open_log(facts: RehearsalFacts, tell: ProgressFn | None = None) -> RehearsalLog:
     """The scores of an earlier rehearsal of these facts that was cut off; they are kept after each task."""
-    name, total, done = (
-        name_scores_file(facts.digest()),
-        count_runs(facts.effort) + CHECK_FINALISTS * CHECK_TASKS * facts.has_check,
-        0,
-    )
+    effort = dataclasses.replace(facts.effort, final=facts.final_tasks)
+    total = count_runs(effort) + CHECK_FINALISTS * CHECK_TASKS * facts.has_check
+    name, done = name_scores_file(facts.digest()), 0
     try:
         scores = json.loads((get_memory_folder() / name).read_text(encoding="utf-8"))
         log = RehearsalLog({str(key): float(value) for key, value in scores.items()})
